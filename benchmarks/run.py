@@ -1,0 +1,244 @@
+"""Time traceage against its rivals on the same files, each in a fresh process.
+
+    python benchmarks/run.py --bytes 3.4GB --dir /big/disk
+    python benchmarks/run.py --bytes 1GB --layout store --dir /big/disk
+    python benchmarks/run.py --bytes 3.4GB --layout growth --dir /big/disk
+
+`steps` compares everyone on the per-step layout and checks that all give the same answer, `store`
+compares reading a sealed trace store with decompressing it, and `growth` shows what a tenth of the
+bytes takes. Dumps are made where they are not there yet. The files are read once before, so they
+come from memory; the runs are interleaved and the median is shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from generate import parse_bytes
+
+HERE = Path(__file__).resolve().parent
+RIVALS = ("duckdb", "duckdb-lines", "polars", "polars-lines", "loop", "floor")
+INTERVAL = 0.01  # seconds between two looks at the memory
+
+
+@dataclass
+class Run:
+    """One process: its wall time, and the memory of it and its children at their peak."""
+
+    output: Any
+    seconds: float
+    peak: int  # resident bytes, pages shared by several processes counted in each
+    private: int  # of these, what is not a mapped file, which the kernel may drop at any time
+
+
+def run(command: list[str]) -> Run:
+    """Run to the end; raises where the command fails."""
+    environment = os.environ | {"PYTHONPATH": str(HERE.parent)}
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        begin = time.perf_counter()
+        process = subprocess.Popen(command, stdout=out, stderr=err, env=environment)
+        memory = _Memory(process.pid)
+        memory.start()
+        _, status, usage = os.wait4(process.pid, 0)
+        seconds = time.perf_counter() - begin
+        process.returncode = os.waitstatus_to_exitcode(status)
+        memory.stop()
+        out.seek(0)
+        err.seek(0)
+        if process.returncode:
+            text = err.read().decode(errors="replace")
+            raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}:\n{text}")
+        peak = max(memory.peak, usage.ru_maxrss * 1024)
+        return Run(json.loads(out.read()), seconds, peak, memory.private)
+
+
+class _Memory(threading.Thread):
+    """Look at a process and all below it every few milliseconds."""
+
+    def __init__(self, pid: int) -> None:
+        super().__init__(daemon=True)
+        self.pid, self.peak, self.private = pid, 0, 0
+        self.ended = threading.Event()
+
+    def run(self) -> None:
+        while not self.ended.wait(INTERVAL):
+            sizes = [_resident(pid) for pid in _tree(self.pid)]
+            self.peak = max(self.peak, sum(total for total, _ in sizes))
+            self.private = max(self.private, sum(private for _, private in sizes))
+
+    def stop(self) -> None:
+        self.ended.set()
+        self.join()
+
+
+def _tree(pid: int) -> list[int]:
+    """A process and its descendants; whichever ends meanwhile is left out."""
+    found = [pid]
+    for parent in found:
+        try:
+            for task in Path(f"/proc/{parent}/task").iterdir():
+                found += [int(child) for child in (task / "children").read_text().split()]
+        except OSError:
+            continue
+    return found
+
+
+def _resident(pid: int) -> tuple[int, int]:
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0, 0
+    sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if "kB" in line}
+    total = sizes.get("VmRSS", 0)
+    return total, total - sizes.get("RssFile", 0)
+
+
+def dump(folder: Path, layout: str, size: int) -> tuple[Path, dict[str, int]]:
+    """The dump of this size below `folder`, made unless it is there, and what it holds."""
+    path = folder / f"{layout}-{size / 1e6:g}MB"
+    made = path.with_suffix(".json")
+    if not made.exists():
+        command = [sys.executable, str(HERE / "generate.py"), str(path), "--bytes", str(size)]
+        command += ["--layout", layout] + ["--seal"] * (layout == "store")
+        made.write_bytes(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+    for file in path.rglob("*.jsonl*"):
+        with open(file, "rb", buffering=0) as stream:
+            while stream.read(1 << 24):
+                pass
+    holds: dict[str, int] = json.loads(made.read_text())
+    return path, holds
+
+
+def command(name: str, path: Path) -> list[str]:
+    if name == "traceage":
+        return [sys.executable, "-m", "traceage", "metrics", str(path), "--format", "json"]
+    return [sys.executable, str(HERE / "rivals.py"), name, str(path)]
+
+
+def interleave(commands: dict[str, list[str]], repeats: int) -> dict[str, list[Run]]:
+    runs: dict[str, list[Run]] = {name: [] for name in commands}
+    for _ in range(repeats):
+        for name, words in commands.items():
+            runs[name].append(run(words))
+            last = runs[name][-1]
+            print(f"{name}: {last.seconds:.2f} s, {last.peak / 2**20:.0f} MiB", file=sys.stderr)
+    return runs
+
+
+def answer(rows: list[dict[str, Any]]) -> dict[int, tuple[int, int, float | None, int | None]]:
+    """What traceage's metrics and a rival's rows have in common."""
+    return {
+        row["step"]: (
+            row["sampled_tokens"],
+            row["labelled_tokens"],
+            row["mean"] if "mean" in row else row["off_policy/token/mean"],
+            row["max"] if "max" in row else row["off_policy/token/max"],
+        )
+        for row in rows
+    }
+
+
+def compare(name: str, rows: list[dict[str, Any]], others: list[dict[str, Any]]) -> None:
+    """Raise where two answers differ: counts exactly, means by more than 1e-9."""
+    mine, theirs = answer(rows), answer(others)
+    if mine.keys() != theirs.keys():
+        raise AssertionError(f"{name}: steps {sorted(mine)} against {sorted(theirs)}")
+    for step, (*counts, mean, highest) in mine.items():
+        *their_counts, their_mean, their_highest = theirs[step]
+        close = mean == their_mean or math.isclose(mean or 0, their_mean or 0, abs_tol=1e-9)
+        if counts != their_counts or highest != their_highest or not close:
+            raise AssertionError(f"{name}, step {step}: {mine[step]} against {theirs[step]}")
+
+
+def table(runs: dict[str, list[Run]], size: int, base: str) -> str:
+    seconds = {name: median(run.seconds for run in each) for name, each in runs.items()}
+    base = base if base in seconds else next(iter(seconds))
+    lines = [
+        f"| tool | seconds | GB/s | times {base} | peak RSS, MiB | without mapped files, MiB |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for name, each in runs.items():
+        rss, private = (max(getattr(r, key) for r in each) / 2**20 for key in ("peak", "private"))
+        lines.append(
+            f"| {name} | {seconds[name]:.2f} | {size / seconds[name] / 1e9:.2f} "
+            f"| {seconds[name] / seconds[base]:.2f} | {rss:.0f} | {private:.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def _title(layout: str, holds: dict[str, int]) -> str:
+    size, tokens = holds["bytes"] / 1e6, holds["sampled_tokens"] / 1e6
+    return (
+        f"### {layout}: {size:.0f} MB of JSONL, {tokens:.1f} million sampled tokens, "
+        f"{holds['episodes']} episodes, {holds['steps']} steps\n"
+    )
+
+
+def steps(folder: Path, size: int, names: list[str], repeats: int) -> None:
+    path, holds = dump(folder, "steps", size)
+    runs = interleave({name: command(name, path) for name in names}, repeats)
+    for name, each in runs.items():
+        for one in each:
+            compare(f"{name} against {names[0]}", one.output, runs[names[0]][0].output)
+    print(_title("steps", holds))
+    print(table(runs, holds["bytes"], "traceage"))
+    print(f"\nThe answers of {', '.join(names)} are equal.\n")
+
+
+def store(folder: Path, size: int, names: list[str], repeats: int) -> None:
+    path, holds = dump(folder, "store", size)
+    names = [name for name in ("traceage", "decompress") if name in names or name == "decompress"]
+    runs = interleave({name: command(name, path) for name in names}, repeats)
+    assert runs["decompress"][0].output["bytes"] == holds["bytes"]
+    print(_title("store, sealed", holds))
+    print(table(runs, holds["bytes"], "decompress"), end="\n\n")
+
+
+def growth(folder: Path, size: int, names: list[str], repeats: int) -> None:
+    name = names[0]
+    dumps = [dump(folder, "steps", each) for each in (size // 10, size)]
+    labels = [f"{name}, {holds['bytes'] / 1e6:.0f} MB" for _, holds in dumps]
+    commands = {label: command(name, path) for label, (path, _) in zip(labels, dumps, strict=True)}
+    runs = interleave(commands, repeats)
+    for label, (_, holds) in zip(labels, dumps, strict=True):
+        print(_title("growth", holds))
+        print(table({label: runs[label]}, holds["bytes"], label), end="\n\n")
+    small, large = (median(run.seconds for run in runs[label]) for label in labels)
+    memory = [max(run.peak for run in runs[label]) for label in labels]
+    ratio = dumps[1][1]["bytes"] / dumps[0][1]["bytes"]
+    print(
+        f"{ratio:.1f} times the bytes take {large / small:.1f} times the time "
+        f"and {memory[1] / memory[0]:.2f} times the memory.\n"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--bytes", type=parse_bytes, default=parse_bytes("3.4GB"), metavar="SIZE")
+    parser.add_argument("--layout", choices=["steps", "store", "growth"], default="steps")
+    parser.add_argument("--dir", type=Path, help="keep the dumps here (default: a temporary one)")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--only", nargs="+", choices=["traceage", *RIVALS], metavar="TOOL")
+    args = parser.parse_args()
+    section = {"steps": steps, "store": store, "growth": growth}[args.layout]
+    names = args.only or ["traceage", *RIVALS]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = args.dir or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        section(folder, args.bytes, names, args.repeats)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,512 @@
+"""A plain-Python reference: records -> one row a token -> metrics rows, by loops alone.
+
+It shares no code with the library and prefers the obvious to the quick, so that a disagreement
+between the two is worth reading. Nothing here validates: give it well-formed records, or pass
+`skip=True` to treat a node whose spans make no sense as unlabelled.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple, TypedDict
+
+import zstandard
+
+Record = dict[str, Any]
+Metrics = dict[str, Any]
+
+
+class Extras(TypedDict, total=False):
+    """What is known of a record besides its own text and its step."""
+
+    training_version: int | None
+    """Overrules `step - 1`."""
+    kind: str | None
+    subset: str | None
+    store: bool
+    """The record stood in a trace store: each trace's (folded) info tells the step."""
+
+
+class Stored(NamedTuple):
+    """One stored record, the step it was stored under, and what else is known of it."""
+
+    record: Record
+    step: int | None
+    extras: Extras
+
+
+@dataclass(frozen=True)
+class TokenRow:
+    """One sampled token; `index` is None where there is none but a node, trace or episode is."""
+
+    step: int | None
+    training_version: int | None
+    kind: str | None
+    subset: str | None
+    shipped: bool | None
+    env: str | None
+    group_id: str | None
+    episode_id: str
+    has_run: bool
+    policy_start: int | None
+    policy_end: int | None
+    trace_id: str | None = None
+    agent: str | None = None
+    trainable: bool | None = None
+    reward: float | None = None
+    node: int | None = None
+    turn: int | None = None
+    timestamp: float | None = None
+    branches: int | None = None
+    mixed: bool | None = None
+    index: int | None = None
+    label: str | None = None
+    version: int | None = None
+    age: int | None = None
+
+
+# --- the message graph ----------------------------------------------------------------------------
+
+
+def get(record: Any, *keys: str) -> Any:
+    """The value under nested keys; None where any of them is absent or null."""
+    for key in keys:
+        if not isinstance(record, dict):
+            return None
+        record = record.get(key)
+    return record
+
+
+def leaves_of(nodes: list[Record]) -> list[int]:
+    """The nodes that are no node's parent, in node order."""
+    parents = [node.get("parent") for node in nodes]
+    return [i for i in range(len(nodes)) if i not in parents]
+
+
+def path_to(nodes: list[Record], leaf: int) -> list[int]:
+    """The nodes from the root down to `leaf`."""
+    path = []
+    at: int | None = leaf
+    while at is not None:
+        path.append(at)
+        at = nodes[at].get("parent")
+    return path[::-1]
+
+
+def is_training_sample(nodes: list[Record], leaf: int) -> bool:
+    """A leaf that is a compaction attempt trains only if some node resumed from it."""
+    own_links = nodes[leaf].get("semantic_parents") or []
+    if not any(link["type"] == "compaction_attempt" for link in own_links):
+        return True
+    for node in nodes:
+        for link in node.get("semantic_parents") or []:
+            if link["type"] == "compaction" and link["node"] == leaf:
+                return True
+    return False
+
+
+def branch_counts(nodes: list[Record]) -> list[int]:
+    """For every node, the number of training samples that hold it."""
+    counts = [0] * len(nodes)
+    for leaf in leaves_of(nodes):
+        if is_training_sample(nodes, leaf):
+            for i in path_to(nodes, leaf):
+                counts[i] += 1
+    return counts
+
+
+# --- a node's tokens ------------------------------------------------------------------------------
+
+
+def is_sampled(node: Record) -> bool:
+    if node.get("sampled") is not None:
+        return bool(node["sampled"])
+    return node.get("weight_versions") is not None or any(node.get("mask") or [])
+
+
+def sampled_count(node: Record) -> int:
+    """How many tokens the node's completion has."""
+    if node.get("mask") is not None:
+        return sum(1 for flag in node["mask"] if flag)
+    if node.get("logprobs") is not None:
+        return len(node["logprobs"])
+    if node.get("weight_versions"):
+        return int(node["weight_versions"][-1]["end"])
+    if node.get("token_ids"):
+        raise ValueError("token_ids, but nothing says which of them were sampled")
+    return 0
+
+
+def spans_are_sound(spans: Any, count: int) -> bool:
+    """Spans run forward, do not overlap and stay inside the completion."""
+    if not isinstance(spans, list):
+        return False
+    at = 0
+    for span in spans:
+        if not isinstance(span, dict):
+            return False
+        start, end = span.get("start"), span.get("end")
+        if type(start) is not int or type(end) is not int:
+            return False
+        if not isinstance(span.get("version"), str):
+            return False
+        if not at <= start <= end <= count:
+            return False
+        at = end
+    return True
+
+
+def labels_of(node: Record, *, skip: bool = False) -> list[str | None]:
+    """One label a sampled token, None where the engine gave none."""
+    count = sampled_count(node)
+    labels: list[str | None] = [None] * count
+    spans = node.get("weight_versions")
+    if spans is None or (skip and not spans_are_sound(spans, count)):
+        return labels
+    for span in spans:
+        for i in range(span["start"], span["end"]):
+            labels[i] = span["version"]
+    return labels
+
+
+def version_of(label: str | None, *, skip: bool = False) -> int | None:
+    """The policy version a label names; None for "default" and for no label."""
+    if label is None or label == "default":
+        return None
+    if skip and not label.isdecimal():
+        return None
+    return int(label)
+
+
+# --- records -> token rows ------------------------------------------------------------------------
+
+
+def reward_of(trace: Record) -> float | None:
+    """The weighted sum of the rewards that were scored; None when none was."""
+    values = []
+    for reward in (trace.get("rewards") or {}).values():
+        if reward is not None:
+            weight = reward.get("weight")
+            values.append(reward["score"] * (1.0 if weight is None else weight))
+    return sum(values) if values else None
+
+
+def is_trainable(trace: Record) -> bool:
+    return get(trace, "agent", "trainable") is not False
+
+
+def ship_step(trace: Record) -> int | None:
+    """The batch that trained on a trace of a trace store; None where none did."""
+    if get(trace, "info", "effective") is False:
+        return None
+    step = get(trace, "info", "ship", "step")
+    return None if step is None else int(step)
+
+
+def trace_rows(base: TokenRow, trace: Record, *, skip: bool) -> Iterator[TokenRow]:
+    """The rows of one trace; `base` carries the columns of its episode and step."""
+    nodes: list[Record] = trace.get("nodes") or []
+    of_trace = replace(
+        base,
+        trace_id=trace["id"],
+        agent=get(trace, "agent", "name"),
+        trainable=is_trainable(trace),
+        reward=reward_of(trace),
+    )
+    branches = branch_counts(nodes)
+    turn = 0
+    for i, node in enumerate(nodes):
+        if not is_sampled(node):
+            continue
+        labels = labels_of(node, skip=skip)
+        of_node = replace(
+            of_trace,
+            node=i,
+            turn=turn,
+            timestamp=node.get("timestamp"),
+            branches=branches[i],
+            mixed=len({label for label in labels if label is not None}) > 1,
+        )
+        turn += 1
+        if not labels:
+            yield of_node
+        for index, label in enumerate(labels):
+            version = version_of(label, skip=skip)
+            age = None
+            if version is not None and base.training_version is not None:
+                age = base.training_version - version
+            yield replace(of_node, index=index, label=label, version=version, age=age)
+    if turn == 0:
+        yield of_trace
+
+
+def token_rows(
+    stored: Iterable[Stored],
+    *,
+    subset: str = "effective",
+    include_frozen: bool = False,
+    skip: bool = False,
+) -> list[TokenRow]:
+    """Every sampled token of the records, one row each."""
+    rows: list[TokenRow] = []
+    for record, stored_step, extras in stored:
+        bare = "traces" not in record
+        traces: list[Record] = [record] if bare else record["traces"] or []
+        run = record.get("run")
+        base = TokenRow(
+            step=stored_step,
+            training_version=None if stored_step is None else stored_step - 1,
+            kind=extras.get("kind"),
+            subset=extras.get("subset"),
+            shipped=None,
+            env=get(record, "env", "name") or get(record, "env", "id"),
+            group_id=get(record, "group", "id"),
+            episode_id=record["id"],
+            has_run=run is not None,
+            policy_start=get(run, "work", "policy", "start"),
+            policy_end=get(run, "work", "policy", "end"),
+        )
+        if "training_version" in extras:
+            base = replace(base, training_version=extras["training_version"])
+        if extras.get("store"):
+            rows += store_rows(
+                base, traces, subset=subset, include_frozen=include_frozen, skip=skip
+            )
+            continue
+        own = [t for t in traces if include_frozen or is_trainable(t)]
+        for trace in own:
+            rows += trace_rows(base, trace, skip=skip)
+        if not own:
+            rows.append(base)
+    return rows
+
+
+def store_rows(
+    base: TokenRow,
+    traces: list[Record],
+    *,
+    subset: str,
+    include_frozen: bool,
+    skip: bool,
+) -> list[TokenRow]:
+    """The rows of an episode of a trace store: a trace trains in the batch that shipped it."""
+    rows: list[TokenRow] = []
+    first = traces[0] if traces else {}
+    arrived = replace(
+        base,
+        kind=get(first, "info", "kind"),
+        step=get(first, "info", "arrival", "step"),
+        training_version=None,
+        shipped=False,
+    )
+    steps = [step for t in traces if is_trainable(t) and (step := ship_step(t)) is not None]
+    for trace in traces:
+        step = ship_step(trace)
+        if not is_trainable(trace):
+            if not include_frozen:
+                continue
+            step = min(steps) if steps else None
+        if step is not None:
+            at = replace(arrived, step=step, training_version=step - 1, shipped=True)
+            rows += trace_rows(at, trace, skip=skip)
+        elif subset == "all":
+            rows += trace_rows(arrived, trace, skip=skip)
+    if not rows:
+        rows.append(arrived)
+    return rows
+
+
+# --- token rows -> ages and metrics ---------------------------------------------------------------
+
+
+def weight_of(row: TokenRow, weighting: str) -> int:
+    """How often a row's node counts."""
+    if weighting == "branches":
+        return row.branches or 0
+    return 1
+
+
+def age_counts(
+    rows: Iterable[TokenRow], by: Sequence[str] = ("step",), weighting: str = "nodes"
+) -> dict[tuple[Any, ...], int]:
+    """(the `by` columns, age) -> tokens, over the tokens that have an age."""
+    counts: dict[tuple[Any, ...], int] = {}
+    for row in rows:
+        weight = weight_of(row, weighting)
+        if row.age is None or weight == 0:
+            continue
+        key = (*(getattr(row, column) for column in by), row.age)
+        counts[key] = counts.get(key, 0) + weight
+    return counts
+
+
+def mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def quantile(ages: list[int], percent: int) -> int | None:
+    """The smallest age that at least `percent` % of the tokens do not exceed."""
+    for age in sorted(set(ages)):
+        if 100 * sum(1 for other in ages if other <= age) >= percent * len(ages):
+            return age
+    return None
+
+
+def metrics_rows(
+    rows: Iterable[TokenRow], by: Sequence[str] = ("step",), weighting: str = "nodes"
+) -> list[Metrics]:
+    """One dict a group, its keys in the library's order; sorted by the group, nulls first."""
+    groups: dict[tuple[Any, ...], list[TokenRow]] = {}
+    for row in rows:
+        groups.setdefault(tuple(getattr(row, column) for column in by), []).append(row)
+    ordered = sorted(groups, key=lambda key: [(part is not None, part) for part in key])
+    return [
+        {
+            **dict(zip(by, key, strict=True)),
+            **({"training_version": the_only_version(groups[key])} if "step" in by else {}),
+            **metrics(groups[key], weighting),
+        }
+        for key in ordered
+    ]
+
+
+def the_only_version(rows: list[TokenRow]) -> int | None:
+    versions = {row.training_version for row in rows if row.training_version is not None}
+    return versions.pop() if len(versions) == 1 else None
+
+
+def metrics(rows: list[TokenRow], weighting: str = "nodes") -> Metrics:
+    """The figures of one group of rows."""
+    # A token as often as its node counts.
+    tokens: list[TokenRow] = []
+    nodes: dict[tuple[str, str | None, int], TokenRow] = {}
+    for row in rows:
+        if row.node is not None:
+            nodes[row.episode_id, row.trace_id, row.node] = row
+        if row.index is not None:
+            tokens += [row] * weight_of(row, weighting)
+    labelled = [row for row in tokens if row.version is not None]
+    default = [row for row in tokens if row.label == "default"]
+    ages = [row.age for row in labelled if row.age is not None]
+
+    # Staleness is an episode's: one entry each, however many rows it has.
+    trained = {row.episode_id: row for row in rows if row.training_version is not None}
+    staleness = [found for row in trained.values() if (found := episode_staleness(row))]
+    totals = [total for total, _, _ in staleness]
+    in_flight = [flight for _, flight, _ in staleness]
+    in_queue = [queue for _, _, queue in staleness]
+
+    layout_tells = any(row.shipped is not None for row in rows)
+    left_behind = {row.episode_id for row in rows if row.shipped is False}
+    return {
+        "episodes": len({row.episode_id for row in rows if row.shipped is not False}),
+        "traces": len({row.trace_id for row in rows if row.trace_id is not None}),
+        "sampled_tokens": len(tokens),
+        "labelled_tokens": len(labelled),
+        "default_tokens": len(default),
+        "unlabelled_tokens": len(tokens) - len(labelled) - len(default),
+        "coverage": len(labelled) / len(tokens) if tokens else None,
+        "not_shipped": len(left_behind) if layout_tells else None,
+        "mixed_nodes": sum(weight_of(row, weighting) for row in nodes.values() if row.mixed),
+        "sampled_nodes": sum(weight_of(row, weighting) for row in nodes.values()),
+        "off_policy/token/mean": mean(ages),
+        "off_policy/token/max": max(ages, default=None),
+        "off_policy/token/min": min(ages, default=None),
+        "off_policy/token/p50": quantile(ages, 50),
+        "off_policy/token/p95": quantile(ages, 95),
+        "off_policy/token/p99": quantile(ages, 99),
+        "off_policy/mean": mean(totals),
+        "off_policy/max": max(totals, default=None),
+        "off_policy/in_flight/mean": mean(in_flight),
+        "off_policy/in_flight/max": max(in_flight, default=None),
+        "off_policy/in_queue/mean": mean(in_queue),
+        "off_policy/in_queue/max": max(in_queue, default=None),
+    }
+
+
+def episode_staleness(row: TokenRow) -> tuple[int, int, int] | None:
+    """(total, in flight, in queue) of the row's episode; None where nothing tells its run."""
+    if not row.has_run or row.training_version is None:
+        return None
+    if row.policy_start is None or row.policy_end is None:
+        return 0, 0, 0
+    total = max(0, row.training_version - row.policy_start)
+    in_flight = min(total, max(0, row.policy_end - row.policy_start))
+    return total, in_flight, total - in_flight
+
+
+# --- stored files -> records ----------------------------------------------------------------------
+
+
+def read_bytes(path: Path) -> bytes:
+    """A file's content, decompressed by its name."""
+    data = path.read_bytes()
+    if path.suffix == ".gz":
+        return gzip.decompress(data)
+    if path.suffix == ".zst":
+        reader = zstandard.ZstdDecompressor().stream_reader(
+            io.BytesIO(data), read_across_frames=True
+        )
+        return reader.read()
+    return data
+
+
+def read_lines(path: Path) -> list[Record]:
+    """Every complete line of a JSONL file. Lines end at a newline byte and nowhere else."""
+    *complete, _torn = read_bytes(path).split(b"\n")
+    return [json.loads(line) for line in complete]
+
+
+def read_chunks(directory: Path, one_file: Path) -> list[Record]:
+    """The lines of a chunked log, in order, each chunk once; or of the older single file."""
+    if one_file.exists():
+        return read_lines(one_file)
+    lines: list[Record] = []
+    numbers = sorted({path.name[:5] for path in directory.glob("?????.jsonl*")})
+    for number in numbers:
+        sealed = directory / f"{number}.jsonl.zst"
+        plain = directory / f"{number}.jsonl"
+        lines += read_lines(sealed if sealed.exists() else plain)
+    return lines
+
+
+def merge_onto(target: Record, update: Mapping[str, Any]) -> None:
+    """Deep-merge: a dict goes into a dict, and otherwise the newer word wins."""
+    for key, value in update.items():
+        if isinstance(value, dict) and isinstance(target.get(key), dict):
+            merge_onto(target[key], value)
+        else:
+            target[key] = json.loads(json.dumps(value))
+
+
+def fold_store(root: Path) -> list[Stored]:
+    """The episodes of a run directory's trace store, orch's words folded onto each trace's info.
+
+    The annotation *streams* are read, not their index.
+    """
+    folder = root / "monitors" / "file" / "traces"
+    episodes = read_chunks(folder / "stream", folder / "stream.jsonl")
+    words = read_chunks(folder / "annotations" / "orch", folder / "annotations" / "orch.jsonl")
+    for episode in episodes:
+        for trace in episode.get("traces", [episode]):
+            for word in words:
+                if word["trace_id"] == trace["id"]:
+                    trace.setdefault("info", {})
+                    merge_onto(trace["info"], word.get("info") or {})
+    return [Stored(episode, None, {"store": True}) for episode in episodes]
+
+
+def read_steps(root: Path, *, kind: str = "train", subset: str = "effective") -> list[Stored]:
+    """The records of the per-step layout, each with the step of its folder."""
+    stored = []
+    for folder in sorted((root / "rollouts").glob("step_*")):
+        for path in sorted((folder / kind / subset).glob("traces.jsonl*")):
+            step = int(folder.name.removeprefix("step_"))
+            for record in read_lines(path):
+                stored.append(Stored(record, step, {"kind": kind, "subset": subset}))
+    return stored

@@ -1,0 +1,60 @@
+"""How old was every token when it was trained on?
+
+traceage reads the stored traces of asynchronous reinforcement learning, turns the engine's
+`weight_versions` spans into tables, and computes each token's age against the policy version that
+its batch trained.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from traceage.ages import age as age
+    from traceage.ages import node_policy_versions as node_policy_versions
+    from traceage.ages import token_policy_ages as token_policy_ages
+    from traceage.counts import age_counts as age_counts
+    from traceage.counts import merge_counts as merge_counts
+    from traceage.errors import ReadSummary as ReadSummary
+    from traceage.errors import TraceError as TraceError
+    from traceage.errors import TraceWarning as TraceWarning
+    from traceage.figures import age_heatmap as age_heatmap
+    from traceage.figures import staleness as staleness
+    from traceage.metrics import batch_metrics as batch_metrics
+    from traceage.metrics import off_policy_metrics as off_policy_metrics
+    from traceage.report import write_report as write_report
+    from traceage.scan import scan_spans as scan_spans
+
+__version__ = "0.1.0"
+
+# Imported when first used: a worker process that only parses lines does not pay for polars, nor a
+# batch job for matplotlib.
+_HOME = {
+    "age": "ages",
+    "node_policy_versions": "ages",
+    "token_policy_ages": "ages",
+    "age_counts": "counts",
+    "merge_counts": "counts",
+    "ReadSummary": "errors",
+    "TraceError": "errors",
+    "TraceWarning": "errors",
+    "age_heatmap": "figures",
+    "staleness": "figures",
+    "batch_metrics": "metrics",
+    "off_policy_metrics": "metrics",
+    "write_report": "report",
+    "scan_spans": "scan",
+}
+
+__all__ = ["__version__", *sorted(_HOME)]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'traceage' has no attribute {name!r}")
+    return getattr(import_module(f"traceage.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

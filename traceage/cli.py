@@ -1,0 +1,254 @@
+"""The command line: `traceage report` and `traceage metrics`.
+
+Results go to stdout, or to a file that appears only when it is whole; everything else goes to
+stderr. Exit status: 0 all was read; 2 wrong usage, or an input that cannot be counted; 3 something
+was skipped, as `--on-error skip` allows; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from traceage import __version__
+from traceage.errors import ReadSummary, TraceError
+
+if TYPE_CHECKING:
+    import polars as pl
+
+OK, BAD_INPUT, SKIPPED, INTERRUPTED = 0, 2, 3, 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit status."""
+    options = _parser().parse_args(arguments)
+    command: Callable[[argparse.Namespace], int] = options.command
+    try:
+        return command(options)
+    except (TraceError, ValueError, OSError) as error:
+        if isinstance(error, BrokenPipeError):
+            # Whoever reads the output has seen enough; keep the interpreter from saying so again.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return OK
+        print(f"traceage: error: {error}", file=sys.stderr)
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        print("traceage: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="traceage",
+        description="How old was every token when it was trained on? Reads the stored traces of "
+        "asynchronous RL and measures the age of their tokens against the policy that each batch "
+        "trained.",
+    )
+    parser.add_argument("--version", action="version", version=f"traceage {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    reading = _reading_options()
+    report = commands.add_parser(
+        "report",
+        parents=[reading],
+        help="print how stale each step's batch was, and write a page with figures",
+        description="Print a table, a row a step, and write a self-contained HTML page with the "
+        "same table and figures.",
+    )
+    report.add_argument(
+        "-o", "--output", metavar="FILE.html", help="the page to write; none by default"
+    )
+    report.set_defaults(command=_report)
+
+    metrics = commands.add_parser(
+        "metrics",
+        parents=[reading],
+        help="the numbers alone, as a table, JSON, CSV or Parquet",
+        description="Off-policy metrics, a row a group; every figure of them as JSON, CSV or "
+        "Parquet.",
+    )
+    metrics.add_argument(
+        "--by",
+        default="step",
+        metavar="COLUMN[,COLUMN...]",
+        help="the columns of the spans table that make a group (default: step)",
+    )
+    metrics.add_argument(
+        "--format",
+        choices=["table", "json", "csv", "parquet"],
+        default="table",
+        help="json is one array, an object a row (default: table)",
+    )
+    metrics.add_argument(
+        "-o", "--output", metavar="FILE", help="write here and not to standard output"
+    )
+    metrics.set_defaults(command=_metrics)
+    return parser
+
+
+def _reading_options() -> argparse.ArgumentParser:
+    """The options shared by every command that reads traces."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument(
+        "source",
+        nargs="+",
+        metavar="SOURCE",
+        help="a run directory or any folder in it, a .jsonl, .jsonl.gz or .jsonl.zst file, or a "
+        "glob; several add up",
+    )
+    reading = parser.add_argument_group("reading")
+    reading.add_argument(
+        "--step", type=int, metavar="N", help="the step of files that have none in their path"
+    )
+    reading.add_argument(
+        "--training-version",
+        type=_training_version,
+        default="step-1",
+        metavar="step|step-1|COLUMN|INT",
+        help="the policy version that each batch trained (default: step-1)",
+    )
+    reading.add_argument(
+        "--kind",
+        choices=["train", "eval", "any"],
+        default="train",
+        help="which episodes; those that do not say are always read (default: train)",
+    )
+    reading.add_argument(
+        "--subset",
+        choices=["effective", "all"],
+        help="what trained, or what arrived (default: what trained, where a run has both)",
+    )
+    reading.add_argument(
+        "--include-frozen", action="store_true", help="count agents that are not trained too"
+    )
+    reading.add_argument(
+        "--weighting",
+        choices=["nodes", "branches"],
+        default="nodes",
+        help="count a token once, or once for every training sample that holds it (default: nodes)",
+    )
+    reading.add_argument(
+        "--version-pattern",
+        metavar="REGEX",
+        help="reads the version out of labels that are not plain integers; one group",
+    )
+    reading.add_argument(
+        "--on-error",
+        choices=["raise", "skip"],
+        default="raise",
+        help="stop at the first fault, or skip, count and report it (default: raise)",
+    )
+    reading.add_argument(
+        "--quiet", action="store_true", help="no progress and no notes on standard error"
+    )
+    return parser
+
+
+def _training_version(text: str) -> str | int:
+    try:
+        return int(text)
+    except ValueError:
+        return text
+
+
+def _report(options: argparse.Namespace) -> int:
+    from traceage.report import summary_table, write_report
+
+    tally, summary = _tally(options, ["step"])
+    metrics = tally.metrics()
+    print(summary_table(metrics))
+    if options.output is not None:
+        write_report(
+            options.output,
+            metrics,
+            tally.counts,
+            title="Token age by training step",
+            sources=options.source,
+            notes=summary.lines(),
+        )
+        _say(options, f"wrote {options.output}")
+    return _close(options, summary)
+
+
+def _metrics(options: argparse.Namespace) -> int:
+    from traceage.report import summary_table
+
+    if options.format == "parquet" and options.output is None:
+        raise ValueError("--format parquet needs a file to write: -o FILE")
+    by = [name.strip() for name in options.by.split(",") if name.strip()]
+    tally, summary = _tally(options, by)
+    metrics = tally.metrics()
+    if options.format == "parquet":
+        _write_whole(options.output, lambda path: metrics.write_parquet(path))
+    else:
+        if options.format == "json":
+            text = json.dumps(metrics.to_dicts(), indent=1, allow_nan=False) + "\n"
+        elif options.format == "csv":
+            text = metrics.write_csv()
+        else:
+            text = summary_table(metrics) + "\n"
+        if options.output is None:
+            sys.stdout.write(text)
+        else:
+            _write_whole(options.output, lambda path: path.write_text(text, encoding="utf-8"))
+    return _close(options, summary)
+
+
+def _tally(options: argparse.Namespace, by: list[str]) -> tuple[Any, ReadSummary]:
+    from traceage.metrics import Tally
+    from traceage.scan import scan_spans
+
+    summary = ReadSummary()
+    spans: pl.LazyFrame = scan_spans(
+        options.source,
+        step=options.step,
+        training_version=options.training_version,
+        kind=options.kind,
+        subset=options.subset,
+        include_frozen=options.include_frozen,
+        version_pattern=options.version_pattern,
+        on_error=options.on_error,
+        quiet=options.quiet,
+        summary=summary,
+    )
+    return Tally(spans, by, options.weighting), summary
+
+
+def _close(options: argparse.Namespace, summary: ReadSummary) -> int:
+    """Say what a person should know about the reading; the exit status."""
+    sys.stdout.flush()
+    if summary.skipped or not options.quiet:
+        for line in summary.lines():
+            print(f"traceage: {line}", file=sys.stderr)
+    return SKIPPED if summary.skipped else OK
+
+
+def _say(options: argparse.Namespace, text: str) -> None:
+    if not options.quiet:
+        print(f"traceage: {text}", file=sys.stderr)
+
+
+def _write_whole(path: str, write: Callable[[Path], object]) -> None:
+    """Write a file under a temporary name beside it, and give it its name when it is whole."""
+    target = Path(path)
+    handle, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+    os.close(handle)
+    try:
+        write(Path(temporary))
+        os.chmod(temporary, 0o666 & ~_umask())
+        os.replace(temporary, target)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

@@ -1,0 +1,128 @@
+"""What can be wrong with an input, and how it is told.
+
+A reader that finds something wrong makes a `Problem`: which file, line, trace and node, what was
+found, what to do. With `on_error="raise"` the first one is raised as a `TraceError`; with
+`on_error="skip"` the reader goes on and a `ReadSummary` counts it, so nothing is lost in silence.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+OnError = Literal["raise", "skip"]
+
+
+class TraceError(ValueError):
+    """An input that cannot be counted as it stands.
+
+    The message names the file, line, trace and node where they are known, what was found there,
+    and what to do about it.
+    """
+
+
+class TraceWarning(UserWarning):
+    """Something was read with a reservation: a torn last line, or skipped records."""
+
+
+class Problem(NamedTuple):
+    """One thing wrong at one place. Plain values only, so that a worker process can send it."""
+
+    reason: str
+    """What kind of fault, in a few words; the summary counts by it."""
+    file: str
+    line: int | None
+    trace: str | None
+    node: int | None
+    found: str
+    advice: str
+
+    def __str__(self) -> str:
+        where = self.file if self.line is None else f"{self.file}:{self.line}"
+        if self.trace is not None:
+            where += f": trace {self.trace}"
+        if self.node is not None:
+            where += f", node {self.node}"
+        return f"{where}: {self.reason}: {self.found}; {self.advice}"
+
+
+EXAMPLES_KEPT = 5
+"""How many problems of one reason a summary keeps in full; the rest are only counted."""
+
+
+@dataclass
+class ReadSummary:
+    """What one reading of a source left out or read with a reservation, counted.
+
+    Pass an instance to `scan_spans(..., summary=...)`; it is reset when the reading starts and
+    complete when it ends.
+
+    >>> summary = ReadSummary()
+    >>> summary.skipped, summary.lines()
+    (0, [])
+    """
+
+    problems: Counter[str] = field(default_factory=Counter)
+    """Faults that `on_error="skip"` stepped over, by reason."""
+    examples: dict[str, list[str]] = field(default_factory=dict)
+    """The first few faults of each reason, as full messages."""
+    unreadable_labels: Counter[str] = field(default_factory=Counter)
+    """Labels that are neither `default` nor an integer: the spans that carry each."""
+    torn: list[str] = field(default_factory=list)
+    """Files whose last line was still being written, as `file:line`."""
+    files_without_traces: list[str] = field(default_factory=list)
+    """JSONL files met in a directory whose lines are neither episodes nor traces."""
+    lines_read: int = 0
+    episodes: int = 0
+    """Episodes (and bare traces) that were read, before any of the selections below."""
+    other_kind: int = 0
+    """Episodes of another kind than the one asked for."""
+    not_shipped: int = 0
+    """Episodes that no batch took (trace stores only)."""
+    traces_not_shipped: int = 0
+    """Traces of trainable agents that no batch took although their episode was taken in part."""
+
+    @property
+    def skipped(self) -> int:
+        """How many faults were stepped over."""
+        return sum(self.problems.values())
+
+    def clear(self) -> None:
+        """Forget everything; a reading starts."""
+        fresh = ReadSummary()
+        self.__dict__.update(fresh.__dict__)
+
+    def add(self, problem: Problem) -> None:
+        """Count one fault."""
+        self.problems[problem.reason] += 1
+        kept = self.examples.setdefault(problem.reason, [])
+        if len(kept) < EXAMPLES_KEPT:
+            kept.append(str(problem))
+
+    def lines(self) -> list[str]:
+        """What a person should know about this reading, a sentence each; empty when all was read."""
+        said = []
+        for reason, count in self.problems.most_common():
+            said.append(f"skipped {count:,} x {reason}; first: {self.examples[reason][0]}")
+        if self.unreadable_labels:
+            said.append(f"labels that are not versions: {list_labels(self.unreadable_labels)}")
+        if self.torn:
+            shown = ", ".join(self.torn[:3]) + (", ..." if len(self.torn) > 3 else "")
+            said.append(f"last line still being written, left out: {shown}")
+        if self.files_without_traces:
+            names = self.files_without_traces
+            shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+            said.append(f"{len(names)} files hold no traces and were passed over: {shown}")
+        if self.traces_not_shipped:
+            said.append(
+                f"{self.traces_not_shipped:,} traces of shipped episodes were themselves not shipped"
+            )
+        return said
+
+
+def list_labels(labels: Counter[str], limit: int = 10) -> str:
+    """Labels and how many spans carry each, the most frequent first."""
+    shown = ", ".join(f"{label!r} ({count:,})" for label, count in labels.most_common(limit))
+    more = len(labels) - limit
+    return shown + (f" and {more:,} more" if more > 0 else "")

@@ -1,0 +1,216 @@
+"""Files of lines, plain or compressed -> stretches of their content, ready to be worked on apart.
+
+A plain file and a seekable zstd file (independent frames and a table of them at the end) can be
+entered anywhere: they are cut into parts that worker processes read on their own, each from the
+first line that begins in its part to the last newline in it. The two ends go back to the reader,
+which joins the end of one part to the beginning of the next, so nothing is read or decompressed
+twice. A gzip file, or a zstd file without a table, can only be read from its start.
+"""
+
+from __future__ import annotations
+
+import gzip
+import os
+import struct
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import BinaryIO, Literal
+
+from traceage.errors import TraceError
+from traceage.formats.records import Block, RecordReader
+
+Compression = Literal["plain", "gzip", "zstd"]
+
+PART_BYTES = 16 << 20
+"""Content a worker is given at a time."""
+
+_SEEK_MAGIC = 0x8F92EAB1
+_SKIPPABLE_MAGIC = 0x184D2A5E
+_FOOTER = struct.Struct("<IBI")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A stretch of one file's content: what one worker reads at a time."""
+
+    path: str
+    include_frozen: bool
+    start: int = 0
+    end: int = 0
+    """Content bytes `[start, end)`, for a file that can be entered anywhere."""
+    data: bytes | None = None
+    """The content itself, where the file can only be read from its start."""
+    whole: bool = False
+    """Read the whole file, whatever its compression."""
+    line: int | None = None
+    """Where the part begins at the start of a line and does not go on from the part before: the
+    number of lines before it in its file."""
+    stored: int = 0
+    """Bytes it takes on disk, roughly; for progress."""
+
+
+@dataclass
+class PartRead:
+    """The lines that lie wholly in a part, and the pieces of lines at its ends."""
+
+    head: bytes
+    """Up to the first newline of the part; all of it where there is none."""
+    tail: bytes | None
+    """From the last newline of the part on; None where the part holds no newline."""
+    block: Block
+
+
+def compression_of(path: str) -> Compression:
+    """How a file is compressed, by its first bytes."""
+    with open(path, "rb") as file:
+        magic = file.read(4)
+    if magic[:2] == b"\x1f\x8b":
+        return "gzip"
+    if magic == b"\x28\xb5\x2f\xfd" or (magic[1:] == b"\x2a\x4d\x18" and magic[:1] >= b"\x50"):
+        return "zstd"
+    return "plain"
+
+
+def read_part(part: Part) -> PartRead:
+    """Read one part; runs in a worker process."""
+    if part.data is not None:
+        data = part.data
+    elif part.whole:
+        data = b"".join(stream_content(part.path))
+    else:
+        data = read_content(part.path, part.start, part.end)
+    reader = RecordReader(part.include_frozen)
+    first = data.find(b"\n")
+    if first < 0:
+        return PartRead(data, None, reader.block)
+    last = data.rfind(b"\n") + 1
+    at = first + 1
+    while at < last:
+        newline = data.find(b"\n", at)
+        reader.read(data[at:newline])
+        at = newline + 1
+    return PartRead(data[:first], data[last:], reader.block)
+
+
+def read_content(path: str, start: int, end: int) -> bytes:
+    """Content bytes `[start, end)` of a plain or seekable file, fewer at the end of the file.
+
+    A plain file that has been sealed in the meantime is read from its sealed successor.
+    """
+    try:
+        file = open(path, "rb")
+    except FileNotFoundError:
+        file = open(path + ".zst", "rb")
+    with file:
+        frames = seek_table(file)
+        if frames is None:
+            file.seek(start)
+            return file.read(end - start)
+        inside = [f for f in frames if f.start < end and f.start + f.size > start]
+        if not inside:
+            return b""
+        file.seek(inside[0].stored_start)
+        stored = file.read(inside[-1].stored_start + inside[-1].stored_size - file.tell())
+        first = inside[0].start
+        content = _decompress(path, stored, inside[-1].start + inside[-1].size - first)
+        if start == first and len(content) <= end - start:
+            return content
+        return content[start - first : end - first]
+
+
+def _decompress(path: str, stored: bytes, size: int) -> bytes:
+    import pyarrow as pa
+
+    try:
+        content: bytes = pa.Codec("zstd").decompress(stored, size, asbytes=True)
+    except OSError as error:
+        raise TraceError(f"{path}: damaged zstd frames: {error}; restore the file") from None
+    return content
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One independent zstd frame: where its content lies, and where it is stored."""
+
+    start: int
+    size: int
+    stored_start: int
+    stored_size: int
+
+
+def seek_table(file: BinaryIO) -> list[Frame] | None:
+    """The frames of a seekable zstd file, or None for any other file.
+
+    The format: zstd/contrib/seekable_format, version 0.1.0.
+    """
+    size = file.seek(0, os.SEEK_END)
+    if size < 8 + _FOOTER.size:
+        return None
+    file.seek(size - _FOOTER.size)
+    count, descriptor, magic = _FOOTER.unpack(file.read(_FOOTER.size))
+    entry = 12 if descriptor & 0x80 else 8
+    table = 8 + count * entry + _FOOTER.size
+    if magic != _SEEK_MAGIC or table > size:
+        return None
+    file.seek(size - table)
+    raw = file.read(table - _FOOTER.size)
+    header, length = struct.unpack_from("<II", raw)
+    if header != _SKIPPABLE_MAGIC or length != table - 8:
+        return None
+    frames, content, stored = [], 0, 0
+    for at in range(8, len(raw), entry):
+        stored_size, content_size = struct.unpack_from("<II", raw, at)
+        frames.append(Frame(content, content_size, stored, stored_size))
+        content += content_size
+        stored += stored_size
+    return frames if stored + table == size else None
+
+
+def stream_content(path: str, block: int = PART_BYTES) -> Iterator[bytes]:
+    """The content of a gzip, zstd or plain file from its start, `block` bytes at a time.
+
+    Raises `TraceError` when the compressed data end early or are damaged.
+    """
+    compression = compression_of(path)
+    try:
+        if compression == "zstd":
+            import pyarrow as pa
+
+            with pa.CompressedInputStream(pa.OSFile(path), "zstd") as stream:
+                while data := stream.read(block):
+                    yield data
+        else:
+            with gzip.open(path) if compression == "gzip" else open(path, "rb") as file:
+                while data := file.read(block):
+                    yield data
+    except (EOFError, OSError, zlib.error) as error:
+        if isinstance(error, FileNotFoundError):
+            raise
+        raise TraceError(
+            f"{path}: damaged or unfinished {compression} data: {error}; wait until it is "
+            "written, or restore the file"
+        ) from None
+
+
+def parts_of(path: str, include_frozen: bool) -> Iterator[Part]:
+    """The parts of a file, in order. A plain file is taken as long as it is now."""
+    with open(path, "rb") as file:
+        frames = seek_table(file)
+        size = file.seek(0, os.SEEK_END)
+    if frames is not None:
+        start, stored = 0, 0
+        for frame in frames:
+            end, stored = frame.start + frame.size, stored + frame.stored_size
+            if end - start >= PART_BYTES or frame is frames[-1]:
+                yield Part(path, include_frozen, start, end, stored=stored)
+                start, stored = end, 0
+    elif compression_of(path) == "plain":
+        for start in range(0, size, PART_BYTES):
+            end = min(size, start + PART_BYTES)
+            yield Part(path, include_frozen, start, end, stored=end - start)
+    elif size <= PART_BYTES // 2:
+        yield Part(path, include_frozen, whole=True, stored=size)
+    else:
+        for data in stream_content(path):
+            yield Part(path, include_frozen, data=data, stored=len(data) // 4)

@@ -1,0 +1,365 @@
+"""Spans -> how stale each batch was: the `off_policy/*` figures by step or any other group.
+
+Token figures come from the age counts. Episode figures follow prime-rl's own log: for a batch
+trained on version `v` and an episode generated while policies `start` to `end` were live,
+`total = max(0, v - start)`, of which `in_flight = min(total, max(0, end - start))` passed while it
+was generated and `in_queue = total - in_flight` while it waited.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import polars as pl
+
+from traceage.ages import age, completions, field
+from traceage.counts import Weighting, check_groups, merge_counts, read_batches, tokens
+from traceage.errors import TraceError
+from traceage.schema import TOKENS
+from traceage.spans import DEFAULT_LABEL, LabelReader
+
+QUANTILES = (50, 95, 99)
+"""Percentages; see `off_policy_metrics`."""
+
+TOKEN_FIGURES = ("mean", "max", "min", *(f"p{q}" for q in QUANTILES))
+EPISODE_FIGURES = {
+    "total": "off_policy",
+    "in_flight": "off_policy/in_flight",
+    "in_queue": "off_policy/in_queue",
+}
+
+_READ = (
+    "training_version",
+    "shipped",
+    "episode_id",
+    "trace_id",
+    "node",
+    "start",
+    "length",
+    "label",
+    "version",
+    "mixed",
+    "has_run",
+    "policy_start",
+    "policy_end",
+)
+_UNIT = (
+    "training_version",
+    "shipped",
+    "episode_id",
+    "trace_id",
+    "has_run",
+    "policy_start",
+    "policy_end",
+)
+
+
+def off_policy_metrics(
+    spans: pl.LazyFrame | pl.DataFrame,
+    by: Sequence[str] = ("step",),
+    weighting: Weighting = "nodes",
+) -> pl.DataFrame:
+    """One row a group of the spans table, sorted by group.
+
+    Args:
+        spans: a spans table, or a selection of it that keeps completions whole. A LazyFrame is
+            read in batches, whatever its size.
+        by: the columns that make a group.
+        weighting: `"nodes"` counts each completion once; `"branches"` once for every training
+            sample that holds it.
+
+    Returns:
+        The columns of `by`; with `step` among them, `training_version` (null where a group has
+        several); then
+
+        - `episodes`, `traces`; `sampled_tokens` = `labelled_tokens` (they carry a version) +
+          `default_tokens` + `unlabelled_tokens`; `coverage` = labelled / sampled;
+        - `not_shipped`: episodes that no batch took, by the step at which they arrived (null where
+          the layout does not tell);
+        - `mixed_nodes`: completions with more than one label, of `sampled_nodes`;
+        - `off_policy/token/{mean,max,min,p50,p95,p99}`: age of the labelled tokens, in policy
+          versions. A quantile is the smallest age that at least that share does not exceed;
+        - `off_policy/{mean,max}`, `off_policy/in_flight/...`, `off_policy/in_queue/...`: episode
+          staleness, in policy versions, over the episodes whose record has a `run`.
+
+        A figure that does not exist is null.
+
+    >>> spans = scan_spans("data/real-dump")
+    >>> off_policy_metrics(spans).select("step", "sampled_tokens", "off_policy/token/max").head(2)
+    shape: (2, 3)
+    ┌──────┬────────────────┬──────────────────────┐
+    │ step ┆ sampled_tokens ┆ off_policy/token/max │
+    │ ---  ┆ ---            ┆ ---                  │
+    │ i32  ┆ i64            ┆ i32                  │
+    ╞══════╪════════════════╪══════════════════════╡
+    │ 1    ┆ 4151           ┆ 0                    │
+    │ 2    ┆ 5335           ┆ 1                    │
+    └──────┴────────────────┴──────────────────────┘
+    """
+    return Tally(spans, by, weighting).metrics()
+
+
+class Tally:
+    """One pass over a spans table, reduced to what the metrics and the age counts need."""
+
+    def __init__(
+        self,
+        spans: pl.LazyFrame | pl.DataFrame,
+        by: Sequence[str] = ("step",),
+        weighting: Weighting = "nodes",
+    ) -> None:
+        check_groups(by)
+        self.by = list(by)
+        counts: list[pl.DataFrame] = []
+        totals: list[pl.DataFrame] = []
+        units: list[pl.DataFrame] = []
+        for batch in read_batches(spans, [*by, *_READ], weighting):
+            batch = batch.with_columns(age(), tokens(weighting))
+            counts.append(self._sum(batch.drop_nulls("age"), "age", "tokens"))
+            totals.append(self._totals(batch, weighting))
+            units.append(
+                batch.select(*self.by, *(pl.col(n).alias(f":{n}") for n in _UNIT)).unique()
+            )
+            if len(counts) >= 64:
+                counts = [merge_counts(*counts)]
+                totals = [self._sum(pl.concat(totals), *_TOTALS)]
+        self.counts = merge_counts(*counts)
+        self.totals = self._sum(pl.concat(totals), *_TOTALS)
+        self.units = pl.concat(units).unique()
+
+    def metrics(self) -> pl.DataFrame:
+        """The table of `off_policy_metrics`."""
+        by = self.by
+        frames = [self._episodes(), self._ages()]
+        table = self.totals
+        for frame in frames:
+            table = _join(table, frame, by)
+        table = table.with_columns(
+            pl.when(pl.col("sampled_tokens") > 0)
+            .then(pl.col("labelled_tokens") / pl.col("sampled_tokens"))
+            .alias("coverage")
+        )
+        names = dict.fromkeys([*by, *(["training_version"] if "step" in by else []), *COLUMNS])
+        table = table.select(*names)
+        return table.sort(by, nulls_last=True) if by else table
+
+    def _sum(self, frame: pl.DataFrame, *columns: str) -> pl.DataFrame:
+        """`columns` summed by group; a leading `age` is part of the group."""
+        keys = [*self.by, *(["age"] if columns[0] == "age" else [])]
+        sums = [pl.col(name).sum().cast(TOKENS) for name in columns if name != "age"]
+        return frame.group_by(keys).agg(sums) if keys else frame.select(sums)
+
+    def _totals(self, batch: pl.DataFrame, weighting: Weighting) -> pl.DataFrame:
+        amount = pl.col("tokens")
+        default = pl.col("label") == DEFAULT_LABEL
+        labelled = pl.col("version").is_not_null()
+        # Runs tile a completion, so exactly one of them starts it.
+        first = (pl.col("start") == 0) & pl.col("node").is_not_null()
+        node = pl.col("branches") if weighting == "branches" else pl.lit(1)
+        zero = pl.lit(0)
+        batch = batch.with_columns(
+            sampled_tokens=amount,
+            labelled_tokens=pl.when(labelled).then(amount).otherwise(zero),
+            default_tokens=pl.when(default).then(amount).otherwise(zero),
+            unlabelled_tokens=pl.when(~labelled & ~default.fill_null(False))
+            .then(amount)
+            .otherwise(zero),
+            sampled_nodes=pl.when(first).then(node).otherwise(zero),
+            mixed_nodes=pl.when(first & pl.col("mixed")).then(node).otherwise(zero),
+        )
+        return self._sum(batch, *_TOTALS)
+
+    def _episodes(self) -> pl.DataFrame:
+        """Episodes and traces of each group, and how stale the episodes are."""
+        by = self.by
+        # An episode that no batch took stands there without a trace, to be counted as such.
+        counted = pl.col(":trace_id").is_not_null() | pl.col(":shipped").fill_null(True)
+        version, start, end = (
+            pl.col(f":{n}") for n in ("training_version", "policy_start", "policy_end")
+        )
+        total = pl.max_horizontal(version - start, 0).fill_null(0)
+        in_flight = pl.min_horizontal(total, pl.max_horizontal(end - start, 0)).fill_null(0)
+        known = version.is_not_null() & pl.col(":has_run") & counted
+        episodes = (
+            self.units.with_columns(
+                total=pl.when(known).then(total),
+                in_flight=pl.when(known).then(
+                    pl.when(start.is_null()).then(0).otherwise(in_flight)
+                ),
+                counted=counted,
+            )
+            .group_by(*by, ":episode_id")
+            .agg(
+                pl.col("counted").any(),
+                pl.col(":trace_id").drop_nulls().n_unique().alias("traces"),
+                pl.col(":shipped").any(ignore_nulls=True).alias("taken"),
+                pl.col(":shipped").is_not_null().any().alias("told"),
+                pl.col(":training_version").min().alias("lowest"),
+                pl.col(":training_version").max().alias("highest"),
+                pl.col("total").max(),
+                pl.col("in_flight").max(),
+            )
+            .with_columns(in_queue=pl.col("total") - pl.col("in_flight"))
+        )
+        lowest, highest = pl.col("lowest").min(), pl.col("highest").max()
+        figures = [
+            pl.when(lowest == highest).then(lowest).alias("training_version"),
+            pl.col("counted").sum().cast(TOKENS).alias("episodes"),
+            pl.col("traces").sum().cast(TOKENS),
+            pl.when(pl.col("told").any())
+            .then((pl.col("told") & ~pl.col("taken")).sum())
+            .cast(TOKENS)
+            .alias("not_shipped"),
+        ]
+        for column, name in EPISODE_FIGURES.items():
+            figures += [
+                pl.col(column).mean().alias(f"{name}/mean"),
+                pl.col(column).max().alias(f"{name}/max"),
+            ]
+        return episodes.group_by(by).agg(figures) if by else episodes.select(figures)
+
+    def _ages(self) -> pl.DataFrame:
+        """Mean, extremes and quantiles of each group's age counts."""
+        by, weight = self.by, pl.col("tokens")
+        counts = self.counts.sort([*by, "age"], nulls_last=True)
+        below = weight.cum_sum().over(by) if by else weight.cum_sum()
+        total = weight.sum().over(by) if by else weight.sum()
+        counts = counts.with_columns(below.alias("below"), total.alias("total"))
+        ages = pl.col("age")
+        # Whole percentages keep the comparison in integers, hence exact.
+        figures = [
+            ((ages.cast(TOKENS) * weight).sum() / weight.sum()).alias("mean"),
+            ages.max().alias("max"),
+            ages.min().alias("min"),
+            *(
+                ages.filter(pl.col("below") * 100 >= pl.col("total") * q).min().alias(f"p{q}")
+                for q in QUANTILES
+            ),
+        ]
+        named = [figure.name.prefix("off_policy/token/") for figure in figures]
+        return counts.group_by(by).agg(named) if by else counts.select(named)
+
+
+_TOTALS = (
+    "sampled_tokens",
+    "labelled_tokens",
+    "default_tokens",
+    "unlabelled_tokens",
+    "sampled_nodes",
+    "mixed_nodes",
+)
+
+COLUMNS = (
+    "episodes",
+    "traces",
+    "sampled_tokens",
+    "labelled_tokens",
+    "default_tokens",
+    "unlabelled_tokens",
+    "coverage",
+    "not_shipped",
+    "mixed_nodes",
+    "sampled_nodes",
+    *(f"off_policy/token/{figure}" for figure in TOKEN_FIGURES),
+    *(f"{name}/{figure}" for name in EPISODE_FIGURES.values() for figure in ("mean", "max")),
+)
+"""The metrics of a group, in order."""
+
+
+def _join(left: pl.DataFrame, right: pl.DataFrame, by: list[str]) -> pl.DataFrame:
+    if not by:
+        return left.hstack(right)
+    return left.join(right, on=by, how="left", nulls_equal=True)
+
+
+def batch_metrics(
+    episodes: Iterable[Any],
+    step: int,
+    training_version: int | None = None,
+    version_pattern: str | None = None,
+) -> dict[str, float | int | None]:
+    """The `off_policy/*` metrics of one batch, for an orchestrator to log as it ships it.
+
+    Args:
+        episodes: the batch's episodes or bare traces, as `verifiers` objects or plain records.
+        step: the batch's step.
+        training_version: the policy version the batch trains; `step - 1` by default.
+        version_pattern: see `scan_spans`.
+
+    Returns:
+        `off_policy/token/{mean,max,min,p50,p95,p99}` and `off_policy/token/coverage` over the
+        sampled tokens of trainable agents, and `off_policy/...`, `off_policy/in_flight/...`,
+        `off_policy/in_queue/...` (`mean` and `max` each) over the episodes: the figures that
+        `off_policy_metrics` gives for the stored batch. None where there is none.
+
+    Raises:
+        TraceError: for spans that do not fit their node and for a label that is no version.
+
+    >>> episode = {"run": {"work": {"policy": {"start": 9, "end": 10}}}, "traces": [{"nodes": [
+    ...     {"sampled": True, "mask": [True] * 4, "weight_versions": [
+    ...         {"version": "9", "start": 0, "end": 1}, {"version": "10", "start": 1, "end": 4}]}]}]}
+    >>> metrics = batch_metrics([episode], step=12)
+    >>> metrics["off_policy/token/mean"], metrics["off_policy/mean"], metrics["off_policy/in_queue/max"]
+    (1.25, 2.0, 1)
+    """
+    trained = step - 1 if training_version is None else training_version
+    read = LabelReader(version_pattern)
+    ages: Counter[int] = Counter()
+    sampled = 0
+    staleness: list[tuple[int, int, int]] = []
+    for episode in episodes:
+        traces = field(episode, "traces")
+        if traces is None:
+            traces = [episode]
+        run = field(episode, "run")
+        if run is not None:
+            staleness.append(_episode_staleness(run, trained))
+        for trace in traces:
+            if field(field(trace, "agent"), "trainable") is False:
+                continue
+            for where, runs in completions(trace):
+                for start, end, label in runs:
+                    sampled += end - start
+                    try:
+                        version = read(label)
+                    except ValueError as error:
+                        raise TraceError(
+                            f"{where}: {error}; name the labels' form with version_pattern"
+                        ) from None
+                    if version is not None:
+                        ages[trained - version] += end - start
+    labelled = sum(ages.values())
+    metrics: dict[str, float | int | None] = dict.fromkeys(
+        f"off_policy/token/{figure}" for figure in TOKEN_FIGURES
+    )
+    if labelled:
+        ordered = sorted(ages)
+        metrics["off_policy/token/mean"] = sum(a * n for a, n in ages.items()) / labelled
+        metrics["off_policy/token/max"] = ordered[-1]
+        metrics["off_policy/token/min"] = ordered[0]
+        for q in QUANTILES:
+            below = 0
+            for value in ordered:
+                below += ages[value]
+                if below * 100 >= labelled * q:
+                    metrics[f"off_policy/token/p{q}"] = value
+                    break
+    metrics["off_policy/token/coverage"] = labelled / sampled if sampled else None
+    for at, name in enumerate(EPISODE_FIGURES.values()):
+        values = [one[at] for one in staleness]
+        metrics[f"{name}/mean"] = sum(values) / len(values) if values else None
+        metrics[f"{name}/max"] = max(values, default=None)
+    return metrics
+
+
+def _episode_staleness(run: Any, trained: int) -> tuple[int, int, int]:
+    """Total, in flight, in queue, in policy versions; an episode of a frozen policy has none."""
+    policy = field(field(run, "work"), "policy")
+    start, end = field(policy, "start"), field(policy, "end")
+    if start is None:
+        return 0, 0, 0
+    total = max(0, trained - start)
+    in_flight = min(total, max(0, (start if end is None else end) - start))
+    return total, in_flight, total - in_flight

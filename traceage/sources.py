@@ -1,0 +1,162 @@
+"""What a user points at (files, directories, globs) -> the files that hold traces, in order.
+
+A directory is walked. A trace store or a `rollouts/` folder in it is what a training run wrote:
+then the traces are what lies there, and every other file is a side file. A directory without
+either (an evaluation's output, say) is read for every JSONL file in it. Of two copies of one step,
+what arrived (`all`) and what trained (`effective`), one is read.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from traceage.errors import TraceError
+from traceage.formats.trace_store import TraceStore
+
+Subset = Literal["effective", "all"]
+
+_TRACES = re.compile(r".*\.jsonl(\.gz|\.zst)?")
+_SIDE_FILE = re.compile(r"metrics\.jsonl(\.gz|\.zst)?|.*\.index\.jsonl")
+_SIDE_FOLDERS = {"token_exports", "live", "annotations"}
+_STEP = re.compile(r"step[_=](\d+)")
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """One file of traces and what its place tells about them."""
+
+    path: str
+    size: int
+    step: int | None = None
+    kind: str | None = None
+    subset: str | None = None
+    store: TraceStore | None = None
+    chunk: int | None = None
+    named: bool = False
+    """The user named this very file: it has to hold traces."""
+
+
+def find_files(
+    sources: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
+    subset: Subset | None = None,
+) -> list[SourceFile]:
+    """The files that hold traces in `sources`, each once, in order of step and name.
+
+    Raises `TraceError` when a source does not exist, or holds no file of traces.
+    """
+    if isinstance(sources, (str, os.PathLike)):
+        sources = [sources]
+    found: dict[str, SourceFile] = {}
+    for source in sources:
+        for path in _expand(os.fspath(source)):
+            files = list(_files_at(path))
+            if not files:
+                raise TraceError(
+                    f"{path}: no file of traces in this directory; give a run directory, a folder "
+                    "with .jsonl, .jsonl.gz or .jsonl.zst files, or a file"
+                )
+            for file in files:
+                found.setdefault(os.path.realpath(file.path), file)
+    if not found:
+        raise TraceError("no source given; name a run directory, a file or a glob")
+    return _choose_subset(list(found.values()), subset)
+
+
+def _expand(source: str) -> list[str]:
+    if os.path.exists(source):
+        return [source]
+    matches = sorted(glob.glob(source, recursive=True), key=_natural)
+    if not matches:
+        what = "nothing matches this pattern" if glob.has_magic(source) else "no such file"
+        raise TraceError(f"{source}: {what}; check the path")
+    return matches
+
+
+def _files_at(path: str) -> Iterator[SourceFile]:
+    if not os.path.isdir(path):
+        if (store := TraceStore.holding(path)) is not None:
+            chunk = next((n for n, p in store.chunks() if _same(p, path)), None)
+            yield _describe(path, store=store, chunk=chunk, named=True)
+        else:
+            yield _describe(path, named=True)
+        return
+    store = TraceStore.holding(path) or TraceStore.at(path)
+    if store is not None:
+        yield from _store_files(store)
+        return
+    loose: list[SourceFile] = []
+    run: list[SourceFile] = []
+    for folder, folders, names in os.walk(path):
+        if folder != path and (store := TraceStore.at(folder)) is not None:
+            run += _store_files(store)
+            folders.clear()
+            continue
+        folders[:] = sorted(
+            (f for f in folders if f not in _SIDE_FOLDERS and not f.startswith(".")), key=_natural
+        )
+        for name in sorted(names, key=_natural):
+            if _TRACES.fullmatch(name) and not _SIDE_FILE.fullmatch(name):
+                file = _describe(os.path.join(folder, name))
+                in_rollouts = "rollouts" in os.path.abspath(file.path).split(os.sep)
+                (run if file.step is not None and in_rollouts else loose).append(file)
+    yield from run or loose
+
+
+def _store_files(store: TraceStore) -> Iterator[SourceFile]:
+    for chunk, path in store.chunks():
+        yield _describe(path, store=store, chunk=chunk)
+
+
+def _describe(
+    path: str, store: TraceStore | None = None, chunk: int | None = None, named: bool = False
+) -> SourceFile:
+    try:
+        size = os.path.getsize(path)
+    except FileNotFoundError:
+        path += ".zst"  # sealed since the directory was listed
+        size = os.path.getsize(path)
+    if store is not None:
+        return SourceFile(path, size, store=store, chunk=chunk, named=named)
+    step = kind = subset = None
+    for part in os.path.abspath(path).split(os.sep)[:-1]:
+        if match := _STEP.fullmatch(part):
+            step, kind, subset = int(match[1]), None, None
+        elif step is not None and part in ("train", "eval"):
+            kind = part
+        elif step is not None and part in ("effective", "all"):
+            subset = part
+    return SourceFile(path, size, step, kind, subset, named=named)
+
+
+def _choose_subset(files: Sequence[SourceFile], subset: Subset | None) -> list[SourceFile]:
+    """One copy of each run's steps: the one asked for, else `effective` where a run has both."""
+    if subset is not None:
+        chosen = [file for file in files if file.subset in (None, subset)]
+        if not chosen:
+            raise TraceError(
+                f"{files[0].path}: none of the {len(files)} files is of the subset {subset!r}; "
+                "ask for the other"
+            )
+        return chosen
+    # By run and not by step: the newest step may have arrivals and no batch yet.
+    trained = {_cohort(file) for file in files if file.subset == "effective"}
+    return [file for file in files if file.subset != "all" or _cohort(file) not in trained]
+
+
+def _cohort(file: SourceFile) -> tuple[str, str | None]:
+    steps = re.split(r"[\\/]step[_=]\d+(?=[\\/])", os.path.abspath(file.path))
+    return steps[0], file.kind
+
+
+def _same(one: str, other: str) -> bool:
+    return os.path.realpath(one) == os.path.realpath(other)
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Sort key under which step_9 comes before step_10."""
+    return [(int(p), "") if p.isdigit() else (-1, p) for p in re.split(r"(\d+)", name)]

@@ -1,0 +1,60 @@
+"""An ordered map over worker processes, a bounded number of items ahead of the reader.
+
+Workers are started by loky: each is a fresh interpreter (never a fork of one whose polars threads
+hold locks) that does not import the caller's main module, so it is safe in notebooks and in
+scripts without a main guard.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from typing import TypeVar
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+AHEAD = 2
+"""Items submitted beyond those being worked on, for each worker."""
+
+
+def available_cores() -> int:
+    """The cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def ordered_map(
+    function: Callable[[T], R], items: Iterable[T], workers: int
+) -> Iterator[tuple[T, R]]:
+    """Each item with `function(item)`, in order; in this process when `workers` is below 2.
+
+    Items are drawn as room comes up, so they may be produced lazily. An exception of `function`
+    is raised at its item's turn. Closing the iterator cancels what has not started.
+    """
+    if workers < 2:
+        for item in items:
+            yield item, function(item)
+        return
+    from loky import get_reusable_executor
+
+    executor = get_reusable_executor(max_workers=workers, timeout=60)
+    pending: deque[tuple[T, Future[R]]] = deque()
+    try:
+        for item in items:
+            pending.append((item, executor.submit(function, item)))
+            if len(pending) > workers * (1 + AHEAD):
+                done, future = pending.popleft()
+                yield done, future.result()
+        while pending:
+            done, future = pending.popleft()
+            yield done, future.result()
+    except KeyboardInterrupt:
+        executor.shutdown(wait=False, kill_workers=True)
+        raise
+    finally:
+        for _, future in pending:
+            future.cancel()
