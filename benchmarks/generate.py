@@ -384,9 +384,9 @@ def _open(path: Path, compress: str) -> BinaryIO:
     if compress == "gz":
         return cast(BinaryIO, gzip.open(f"{path}.gz", "wb", compresslevel=3))
     if compress == "zst":
-        file = open(f"{path}.zst", "wb")
-        return cast(BinaryIO, zstandard.ZstdCompressor(level=3).stream_writer(file))
-    return open(path, "wb", buffering=1 << 20)
+        compressor = zstandard.ZstdCompressor(level=3)
+        return cast(BinaryIO, compressor.stream_writer(Path(f"{path}.zst").open("wb")))
+    return path.open("wb", buffering=1 << 20)
 
 
 class ChunkedStream:
@@ -395,7 +395,7 @@ class ChunkedStream:
     def __init__(self, folder: Path, chunk_bytes: int) -> None:
         folder.mkdir(parents=True)
         self.folder, self.chunk_bytes = folder, chunk_bytes
-        self.index = open(f"{folder}.index.jsonl", "w")
+        self.index = folder.with_suffix(".index.jsonl").open("w")
         self.chunk, self.offset = -1, 0
         self.file: BinaryIO | None = None
         self._roll()
@@ -403,7 +403,7 @@ class ChunkedStream:
     def _roll(self) -> None:
         self._close(seal=True)
         self.chunk, self.offset = self.chunk + 1, 0
-        self.file = open(self.path, "wb", buffering=1 << 20)
+        self.file = self.path.open("wb", buffering=1 << 20)
 
     def _close(self, seal: bool) -> None:
         if self.file:

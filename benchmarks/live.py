@@ -9,6 +9,7 @@ installed, as its objects.
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import json
 import math
@@ -25,6 +26,7 @@ from generate import episodes
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 STEP = 8
+Tool = Callable[[list[Any]], tuple[float, int]]
 
 
 def batch(count: int, seed: int = 0) -> list[dict[str, Any]]:
@@ -66,11 +68,11 @@ def loop_objects(batch: list[Any]) -> tuple[float, int]:
 def ours(batch: list[Any]) -> tuple[float, int]:
     import traceage
 
-    metrics = traceage.batch_metrics(batch, step=STEP)
+    metrics: dict[str, Any] = dict(traceage.batch_metrics(batch, step=STEP))
     return metrics["off_policy/token/mean"], metrics["off_policy/token/max"]
 
 
-def clock(tools: list[Callable[[list[Any]], Any]], batch: list[Any], repeats: int) -> list[float]:
+def clock(tools: list[Tool], batch: list[Any], repeats: int) -> list[float]:
     """Median seconds of each, run in turn."""
     seconds: list[list[float]] = [[] for _ in tools]
     for _ in range(repeats):
@@ -87,13 +89,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
     records = batch(args.episodes)
-    forms: list[tuple[str, list[Any], Callable[[list[Any]], tuple[float, int]]]] = [
-        ("plain records", records, loop_records)
-    ]
+    forms: list[tuple[str, list[Any], Tool]] = [("plain records", records, loop_records)]
     if importlib.util.find_spec("verifiers"):
-        from verifiers.v1.episode import Episode
-
-        objects = [Episode.model_validate(record) for record in records]
+        episode_class = importlib.import_module("verifiers.v1.episode").Episode
+        objects = [episode_class.model_validate(record) for record in records]
         forms.append(("verifiers objects", objects, loop_objects))
     print(f"{args.episodes} episodes, {sum(map(_sampled, records)):,} sampled tokens\n")
     print("| batch | token loop, ms | batch_metrics, ms | times as fast |")

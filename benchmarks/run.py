@@ -30,15 +30,16 @@ from generate import parse_bytes
 
 HERE = Path(__file__).resolve().parent
 RIVALS = ("duckdb", "duckdb-lines", "polars", "polars-lines", "loop", "floor")
-INTERVAL = 0.01  # seconds between two looks at the memory
+INTERVAL = 0.03  # seconds between two looks at the memory
 
 
 @dataclass
 class Run:
-    """One process: its wall time, and the memory of it and its children at their peak."""
+    """One command: its time, and the memory of it and its children at their peak."""
 
     output: Any
     seconds: float
+    cpu: float  # seconds of all processes, which a busy machine changes less
     peak: int  # resident bytes, pages shared by several processes counted in each
     private: int  # of these, what is not a mapped file, which the kernel may drop at any time
 
@@ -61,7 +62,8 @@ def run(command: list[str]) -> Run:
             text = err.read().decode(errors="replace")
             raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}:\n{text}")
         peak = max(memory.peak, usage.ru_maxrss * 1024)
-        return Run(json.loads(out.read()), seconds, peak, memory.private)
+        cpu = usage.ru_utime + usage.ru_stime
+        return Run(json.loads(out.read()), seconds, cpu, peak, memory.private)
 
 
 class _Memory(threading.Thread):
@@ -133,7 +135,10 @@ def interleave(commands: dict[str, list[str]], repeats: int) -> dict[str, list[R
         for name, words in commands.items():
             runs[name].append(run(words))
             last = runs[name][-1]
-            print(f"{name}: {last.seconds:.2f} s, {last.peak / 2**20:.0f} MiB", file=sys.stderr)
+            text = (
+                f"{name}: {last.seconds:.2f} s, CPU {last.cpu:.2f} s, {last.peak / 2**20:.0f} MiB"
+            )
+            print(text, file=sys.stderr, flush=True)
     return runs
 
 
@@ -164,16 +169,17 @@ def compare(name: str, rows: list[dict[str, Any]], others: list[dict[str, Any]])
 
 def table(runs: dict[str, list[Run]], size: int, base: str) -> str:
     seconds = {name: median(run.seconds for run in each) for name, each in runs.items()}
+    cpu = {name: median(run.cpu for run in each) for name, each in runs.items()}
     base = base if base in seconds else next(iter(seconds))
     lines = [
-        f"| tool | seconds | GB/s | times {base} | peak RSS, MiB | without mapped files, MiB |",
-        "| --- | ---: | ---: | ---: | ---: | ---: |",
+        f"| tool | seconds | GB/s | times {base} | CPU s | peak RSS, MiB | without mapped, MiB |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for name, each in runs.items():
         rss, private = (max(getattr(r, key) for r in each) / 2**20 for key in ("peak", "private"))
         lines.append(
             f"| {name} | {seconds[name]:.2f} | {size / seconds[name] / 1e9:.2f} "
-            f"| {seconds[name] / seconds[base]:.2f} | {rss:.0f} | {private:.0f} |"
+            f"| {seconds[name] / seconds[base]:.2f} | {cpu[name]:.2f} | {rss:.0f} | {private:.0f} |"
         )
     return "\n".join(lines)
 

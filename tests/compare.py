@@ -10,7 +10,6 @@ from typing import Any
 
 import polars as pl
 import zstandard
-
 from reference import Metrics, Record, Stored, TokenRow
 from strategies import PLAIN, Style, encode
 
@@ -41,7 +40,7 @@ def reference_tokens(rows: Iterable[TokenRow]) -> list[Row]:
 
 def comparable(row: Mapping[str, Any]) -> Row:
     """The columns that both sides define, for the kind of row it is."""
-    columns = IDENTITY + CONTEXT
+    columns = [*IDENTITY, *CONTEXT]
     if row["node"] is not None:
         columns += OF_A_NODE
     if row["index"] is not None:
@@ -65,7 +64,8 @@ def assert_tiled(spans: pl.DataFrame) -> None:
     for row in of_nodes.sort([*keys, "start", "end"]).iter_rows(named=True):
         key = tuple(row[column] for column in keys)
         if row["length"] == 0:
-            assert key not in ends and (row["start"], row["end"]) == (0, 0), row
+            assert key not in ends, row
+            assert (row["start"], row["end"]) == (0, 0), row
         assert row["start"] == ends.get(key, 0), row
         ends[key] = row["end"]
 

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import zstandard
-
 from reference import Record
 
 SKIPPABLE_MAGIC = 0x184D2A5E
@@ -54,10 +53,10 @@ class SeekTable(NamedTuple):
 def read_seek_table(data: bytes) -> SeekTable:
     """The seek table at the end of a seekable zstd file, checked against the file's size."""
     count, descriptor, magic = struct.unpack("<IBI", data[-9:])
-    assert magic == SEEKABLE_MAGIC and descriptor == 0
+    assert (descriptor, magic) == (0, SEEKABLE_MAGIC)
     size = 8 * count + 9
     skippable, length = struct.unpack("<II", data[-size - 8 : -size])
-    assert skippable == SKIPPABLE_MAGIC and length == size
+    assert (skippable, length) == (SKIPPABLE_MAGIC, size)
     pairs = list(struct.iter_unpack("<II", data[-size:-9]))
     table = SeekTable([pair[0] for pair in pairs], [pair[1] for pair in pairs])
     assert sum(table.compressed) + size + 8 == len(data)
@@ -122,17 +121,16 @@ class Log:
         if self.plain().exists():
             self.chunk += 1
 
-    def seal(self, chunk: int, *, stop_at: Literal["written", "renamed", "done"] = "done") -> None:
-        """Compress a chunk: write a .tmp, rename it, remove the plain file; or stop before."""
-        plain, sealed = self.plain(chunk), self.sealed(chunk)
-        unfinished = sealed.with_name(sealed.name + ".tmp")
-        unfinished.write_bytes(seekable_zstd(plain.read_bytes(), self.frame_size))
-        if stop_at == "written":
-            return
-        unfinished.rename(sealed)
-        if stop_at == "renamed":
-            return
-        plain.unlink()
+    def seal(self, *chunks: int, stop_at: Literal["written", "renamed", "done"] = "done") -> None:
+        """Compress chunks: write a .tmp, rename it, remove the plain file; or stop before."""
+        for chunk in chunks:
+            plain, sealed = self.plain(chunk), self.sealed(chunk)
+            unfinished = sealed.with_name(sealed.name + ".tmp")
+            unfinished.write_bytes(seekable_zstd(plain.read_bytes(), self.frame_size))
+            if stop_at != "written":
+                unfinished.rename(sealed)
+            if stop_at == "done":
+                plain.unlink()
 
 
 def tear(path: Path, drop: int) -> None:
@@ -173,9 +171,12 @@ class StoreWriter:
             )
         return self.producers[name]
 
-    def append(self, episode: Record, *, arrival: int, kind: str = "train") -> None:
-        """An episode arrives: its traces are stamped, the stream and its index grow."""
-        episode = json.loads(json.dumps(episode))
+    def append(self, *episodes: Record, arrival: int, kind: str = "train") -> None:
+        """Episodes arrive: their traces are stamped, the stream and its index grow."""
+        for episode in episodes:
+            self._append(json.loads(json.dumps(episode)), arrival, kind)
+
+    def _append(self, episode: Record, arrival: int, kind: str) -> None:
         traces = episode.get("traces", [episode])
         for trace in traces:
             info = trace.get("info") or {}

@@ -16,8 +16,7 @@ from random import Random
 from typing import Any, Literal, NamedTuple
 
 from hypothesis import strategies as st
-
-from reference import Record, Stored
+from reference import Record, Stored, token_rows
 
 # --- noise: text and values that look like something else -----------------------------------------
 
@@ -158,7 +157,9 @@ def sampled_nodes(draw: st.DrawFn) -> Record:
     if counted_by == "mask":
         lose(rng, node, "logprobs", "weight_versions")
     elif counted_by == "logprobs":
+        # Empty logprobs beside token ids would leave open whether anything was sampled.
         node["mask"] = None
+        node["token_ids"] = node["token_ids"] if count else []
         lose(rng, node, "weight_versions")
     elif counted_by == "spans":
         del node["mask"], node["logprobs"]
@@ -349,16 +350,18 @@ def bare_traces(draw: st.DrawFn, number: int) -> Record:
 
 
 @st.composite
-def stored_records(
-    draw: st.DrawFn, *, max_size: int = 4, steps: st.SearchStrategy[int] | None = None
-) -> list[Stored]:
-    """Well-formed records, each with the step of the batch that trained on it."""
-    step = st.integers(1, 12) if steps is None else steps
-    count = draw(st.integers(1, max_size))
-    return [
-        Stored(draw(st.one_of(episodes(i), episodes(i), bare_traces(i))), draw(step), {})
-        for i in range(count)
-    ]
+def stored_records(draw: st.DrawFn, *, max_size: int = 4, first: int = 0) -> list[Stored]:
+    """Well-formed records, numbered from `first`, each with the step of its batch.
+
+    They hold at least one token: a source without any may well be refused as a whole.
+    """
+    numbers = range(first, first + draw(st.integers(1, max_size)))
+    records = [draw(st.one_of(episodes(i), episodes(i), bare_traces(i))) for i in numbers]
+    stored = [Stored(record, draw(st.integers(1, 12)), {}) for record in records]
+    if not any(row.index is not None for row in token_rows(stored)):
+        node = {"sampled": True, "mask": [True]}
+        stored.append(Stored({"id": f"one-token-{first}", "nodes": [node]}, stored[0].step, {}))
+    return stored
 
 
 # --- records that are wrong -----------------------------------------------------------------------

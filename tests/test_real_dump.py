@@ -8,10 +8,10 @@ from typing import Any
 
 import polars as pl
 import pytest
-
 import reference as ref
-import traceage as ta
 from compare import assert_same_metrics, assert_same_tokens
+
+import traceage as ta
 
 DATA = Path(__file__).parent.parent / "data"
 LAYOUTS = ("real-dump", "real-dump-steps")

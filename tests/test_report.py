@@ -20,7 +20,7 @@ import matplotlib
 import numpy as np
 import polars as pl
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -87,7 +87,9 @@ def metrics_of(steps: Iterable[Step], *, by_env: bool = False) -> pl.DataFrame:
         row |= {"off_policy/token/min": min(s.ages, default=None)}
         for q in (50, 95, 99):
             row[f"off_policy/token/p{q}"] = quantile(s.ages, q / 100) if labelled else None
-        total = None if s.flight is None else [a + b for a, b in zip(s.flight, s.queue)]
+        total = (
+            None if s.flight is None else [a + b for a, b in zip(s.flight, s.queue, strict=True)]
+        )
         for name, values in (("", total), ("in_flight/", s.flight), ("in_queue/", s.queue)):
             known = values if s.flight is not None else None
             row[f"off_policy/{name}mean"] = sum(known) / len(known) if known else None
@@ -102,8 +104,8 @@ def metrics_of(steps: Iterable[Step], *, by_env: bool = False) -> pl.DataFrame:
         schema[name] = big
     schema |= {"unlabelled_tokens": big, "coverage": real, "not_shipped": big}
     schema |= {"mixed_nodes": big, "sampled_nodes": big}
-    for q in ("mean", "max", "min", "p50", "p95", "p99"):
-        schema[f"off_policy/token/{q}"] = real if q == "mean" else small
+    for name in ("mean", "max", "min", "p50", "p95", "p99"):
+        schema[f"off_policy/token/{name}"] = real if name == "mean" else small
     for name in ("", "in_flight/", "in_queue/"):
         schema |= {f"off_policy/{name}mean": real, f"off_policy/{name}max": small}
     return pl.DataFrame(rows, schema=schema)
@@ -230,7 +232,7 @@ def shares(figure: Figure) -> dict[tuple[int, int], float]:
     """(row, column) -> share, over the images of a heat map."""
     cells: dict[tuple[int, int], float] = {}
     for image in figure.axes[0].get_images():
-        array = np.ma.asarray(image.get_array())
+        array: Any = np.ma.asarray(image.get_array())
         for row, column in zip(*np.nonzero(~np.ma.getmaskarray(array)), strict=True):
             assert (row, column) not in cells
             cells[int(row), int(column)] = float(array[row, column])
@@ -318,7 +320,8 @@ def test_age_rows_tile_the_ages(low: int, span: int) -> None:
     high = low + span
     edges = age_row_edges(low, high)
     assert edges == sorted(set(edges))
-    assert edges[0] <= low and high < edges[-1]
+    assert edges[0] <= low
+    assert high < edges[-1]
     assert len(edges) <= 90
     if edges[0] < 0 < edges[-1]:
         assert 0 in edges
@@ -326,6 +329,7 @@ def test_age_rows_tile_the_ages(low: int, span: int) -> None:
         assert set(range(low, high + 2)) <= set(edges)
 
 
+@settings(max_examples=20, deadline=None)
 @given(st.dictionaries(st.tuples(st.integers(1, 40), st.integers(-60, 400)), st.integers(1, 10**9)))
 def test_heatmap_rows_hold_every_token(tokens: dict[tuple[int, int], int]) -> None:
     steps = [Step(step, {age: n}) for (step, age), n in tokens.items()]
@@ -341,6 +345,12 @@ def test_heatmap_rows_hold_every_token(tokens: dict[tuple[int, int], int]) -> No
 def line(ax: Axes, label: str) -> tuple[list[float], list[float]]:
     (found,) = (item for item in ax.lines if item.get_label() == label)
     return list(np.asarray(found.get_xdata())), list(np.asarray(found.get_ydata()))
+
+
+def legend(ax: Axes) -> list[str]:
+    box = ax.get_legend()
+    assert box is not None
+    return [text.get_text() for text in box.get_texts()]
 
 
 def patch(ax: Axes, label: str) -> tuple[np.ndarray, np.ndarray]:
@@ -366,7 +376,8 @@ def test_staleness_shows_the_metrics() -> None:
     assert line(episodes, "mean")[1] == column("mean")
     flight, ground = patch(episodes, "in flight")
     whole, floor = patch(episodes, "in queue")
-    assert list(flight) == column("in_flight/mean") and not ground.any()
+    assert list(flight) == column("in_flight/mean")
+    assert not ground.any()
     assert list(whole - floor) == column("in_queue/mean")
     assert list(floor) == column("in_flight/mean")
     assert tokens.get_ylabel() == "age (policy versions)"
@@ -425,7 +436,7 @@ def test_a_straggler_does_not_flatten_the_rest() -> None:
 def test_groups_are_lines() -> None:
     steps = by_env("a$b$", "_hidden", None)
     figure = staleness(metrics_of(steps, by_env=True))
-    names = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+    names = legend(figure.axes[0])
     assert [name.strip() for name in names] == ["-", "_hidden", "a$b$"]
     for name, env in zip(names, (None, "_hidden", "a$b$"), strict=True):
         part = metrics_of([s for s in steps if s.env == env])
@@ -439,7 +450,7 @@ def test_the_title_says_when_groups_are_left_out() -> None:
     frame = metrics_of(by_env(*(f"env-{i:02}" for i in range(11))), by_env=True)
     figure = staleness(frame)
     assert "8 largest of 11 groups" in figure.axes[0].get_title(loc="left")
-    assert len(figure.axes[0].get_legend().get_texts()) == 8
+    assert len(legend(figure.axes[0])) == 8
 
 
 @pytest.mark.parametrize("steps", [unlabelled(), [], [Step(7, {0: 1})], long(), negative()])
@@ -461,7 +472,8 @@ def test_figures_draw_into_given_axes() -> None:
     figure = Figure()
     upper, lower = figure.subplots(2, 1)
     assert staleness(metrics_of(ten()), ax=[upper, lower]) is figure
-    assert upper.lines and lower.lines
+    assert upper.lines
+    assert lower.lines
     other = Figure()
     assert age_heatmap(counts_of(ten()), ax=other.add_subplot()) is other
 
@@ -498,7 +510,8 @@ def test_page_says_what_was_read_and_how_to_read_it(tmp_path: Path) -> None:
     assert len(page.all("figure")) == len(page.all("figcaption")) == 2
     labels = [attrs["aria-label"] or "" for tag, attrs in page.tags if tag == "svg"]
     assert len(labels) == 4  # light and dark of each
-    assert labels[0] == labels[1] and "steps 1 to 10, ages 0 to 4" in labels[0]
+    assert labels[0] == labels[1]
+    assert "steps 1 to 10, ages 0 to 4" in labels[0]
     assert "mean episode staleness: 1.50" in labels[2]
 
 
@@ -595,7 +608,8 @@ def test_hostile_strings_stay_text(tmp_path: Path) -> None:
     assert page.all("li") == [r"""runs/"a'<b>&amp;\udc80""", shown, HOSTILE]
     assert shown in page.all("th", scope="row", class_="text")
     data = page.data
-    assert data["title"] == NASTY and data["notes"] == [NASTY, HOSTILE]
+    assert data["title"] == NASTY
+    assert data["notes"] == [NASTY, HOSTILE]
     assert data["sources"] == [source]
     assert data["metrics"][0]["env"] == NASTY
 
@@ -623,11 +637,13 @@ def test_page_stands_alone(tmp_path: Path, steps: list[Step]) -> None:
             assert not name.startswith("on")
             if name in LINKS:
                 assert value is not None
-                assert value.startswith("data:") or value[1:] in ids and value[0] == "#"
+                assert value.startswith("data:") or (value[1:] in ids and value[0] == "#")
             for target in re.findall(r"url\(([^)]*)\)", value or ""):
-                assert target[0] == "#" and target[1:] in ids
+                assert target[0] == "#"
+                assert target[1:] in ids
     (style, *more) = [text for text in page.all("style") if "--page" in text]
-    assert not more and "url(" not in style
+    assert not more
+    assert "url(" not in style
     policy = page.tags[[tag for tag, _ in page.tags].index("meta") + 1][1]
     assert policy["http-equiv"] == "Content-Security-Policy"
     assert (policy["content"] or "").startswith("default-src 'none';")

@@ -11,16 +11,16 @@ from typing import Literal
 
 import polars as pl
 import pytest
+import reference as ref
+from compare import assert_same_metrics, assert_same_tokens
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-
-import reference as ref
-import traceage as ta
-from compare import assert_same_metrics, assert_same_tokens
 from reference import Record, TokenRow
 from store_writer import StoreWriter, read_seek_table, seekable_zstd, tear
 from strategies import HOSTILE_TEXTS, HOSTILE_VALUES
+
+import traceage as ta
 
 DATA = Path(__file__).parent.parent / "data"
 
@@ -99,7 +99,7 @@ def trained_rows(run_dir: Path, subset: Subset = "effective") -> list[TokenRow]:
 MOVES: list[tuple[str, Callable[[StoreWriter], object]]] = [
     ("an episode arrives", lambda w: w.append(simple(0), arrival=1)),
     ("a batch takes it", lambda w: w.ship(1, "t0")),
-    ("two more arrive", lambda w: [w.append(simple(i), arrival=2) for i in (1, 2)]),
+    ("two more arrive", lambda w: w.append(simple(1), simple(2), arrival=2)),
     ("an eval arrives", lambda w: w.append(simple(90), arrival=2, kind="eval")),
     ("a rollout is in flight", lambda w: w.write_live(trace("t91", "5"))),
     ("metrics are logged", lambda w: w.write_metrics(1, {"off_policy/mean": 0.5})),
@@ -119,9 +119,9 @@ MOVES: list[tuple[str, Callable[[StoreWriter], object]]] = [
     ("taken back", lambda w: w.annotate("t2", {"effective": False})),
     ("trainer has its say", lambda w: w.annotate("t0", {"loss": 1.0}, producer="trainer")),
     ("the stream rolls again", lambda w: w.stream.roll()),
-    ("more arrive", lambda w: [w.append(simple(i), arrival=5) for i in (5, 6)]),
+    ("more arrive", lambda w: w.append(simple(5), simple(6), arrival=5)),
     ("one of them is taken", lambda w: w.ship(6, "t5")),
-    ("the run ends: all is sealed", lambda w: [w.stream.seal(1), w.stream.seal(2)]),
+    ("the run ends: all is sealed", lambda w: w.stream.seal(1, 2)),
     ("orch is sealed too", lambda w: w.producer("orch").seal(1)),
 ]
 
@@ -194,7 +194,8 @@ class AnyLife(RuleBasedStateMachine):
     def say_more(self, data: st.DataObject) -> None:
         known = self.trained()
         if known:
-            info = data.draw(st.sampled_from([{"effective": False}, {"advantage": 1.0}, {}]))
+            infos: list[Record] = [{"effective": False}, {"advantage": 1.0}, {}]
+            info = data.draw(st.sampled_from(infos))
             self.writer.annotate(data.draw(st.sampled_from(known)), info)
 
     @rule(producer=st.sampled_from(["orch", "trainer"]))
@@ -249,7 +250,8 @@ def test_a_chunk_plain_and_sealed_is_read_once(tmp_path: Path) -> None:
     writer.producer("orch").roll()
     writer.stream.seal(0, stop_at="renamed")
     writer.producer("orch").seal(0, stop_at="renamed")
-    assert writer.stream.plain(0).exists() and writer.stream.sealed(0).exists()
+    assert writer.stream.plain(0).exists()
+    assert writer.stream.sealed(0).exists()
     spans = scan(tmp_path)
     assert spans["length"].sum() == 18
     assert spans["trace_id"].n_unique() == 3
@@ -261,7 +263,7 @@ def test_an_unfinished_seal_is_not_read(tmp_path: Path) -> None:
     writer.ship(1, "t0")
     writer.stream.roll()
     writer.stream.seal(0, stop_at="written")
-    unfinished = tmp_path / "monitors/file/traces/stream/00000.jsonl.zst.tmp"
+    unfinished = writer.stream.folder / "00000.jsonl.zst.tmp"
     unfinished.write_bytes(unfinished.read_bytes()[:20])
     assert scan(tmp_path)["length"].sum() == 6
 
@@ -283,7 +285,9 @@ def test_lines_cross_frames(tmp_path: Path) -> None:
 
 
 def test_sealed_chunks_are_like_the_real_ones() -> None:
-    for path in DATA.glob("real-dump/**/*.zst"):
+    paths = sorted(DATA.glob("real-dump/monitors/**/*.zst"))
+    assert paths
+    for path in paths:
         data = path.read_bytes()
         real = read_seek_table(data)
         content = ref.read_bytes(path)
@@ -325,6 +329,8 @@ def test_a_torn_line_then_a_relaunch(tmp_path: Path) -> None:
         writer.append(simple(i), arrival=1)
         writer.ship(2, f"t{i}")
     tear(writer.stream.plain(), 40)
+    with pytest.warns(ta.TraceWarning, match="00000.jsonl"):
+        ta.scan_spans(tmp_path).collect()
     assert_store_reads_right(tmp_path)
     assert set(scan(tmp_path)["trace_id"]) == {"t0", "t1"}
     writer = writer.relaunch()

@@ -8,11 +8,11 @@ from typing import Any, Literal
 
 import polars as pl
 import pytest
-
 import reference as ref
-import traceage as ta
 from compare import assert_same_metrics, assert_same_tokens
 from reference import Record, Stored
+
+import traceage as ta
 
 pytest.importorskip("verifiers")
 configs = pytest.importorskip("verifiers.v1.configs.agent")

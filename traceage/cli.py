@@ -217,7 +217,13 @@ def _tally(options: argparse.Namespace, by: list[str]) -> tuple[Any, ReadSummary
         quiet=options.quiet,
         summary=summary,
     )
-    return Tally(spans, by, options.weighting), summary
+    tally = Tally(spans, by, options.weighting)
+    if not tally.totals["sampled_tokens"].sum() and not summary.not_shipped:
+        raise TraceError(
+            f"{', '.join(options.source)}: no sampled tokens at all in {summary.episodes:,} episodes; "
+            "were the traces written with token ids and masks, by trainable agents?"
+        )
+    return tally, summary
 
 
 def _close(options: argparse.Namespace, summary: ReadSummary) -> int:

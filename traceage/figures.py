@@ -197,7 +197,7 @@ def _ladder(high: int) -> list[int]:
 
 
 def _grid(counts: pl.DataFrame, steps: pl.Series | None) -> _Grid | None:
-    """The heat map's numbers, or None when there is no token to show. `steps`: the range to span."""
+    """The heat map's numbers, over the range of `steps` if given; None when there is no token."""
     cells = (
         counts.lazy()
         .filter(pl.col("tokens") > 0, pl.col("step").is_not_null())
@@ -251,7 +251,7 @@ def draw_heatmap(
         ax = figure.add_subplot()
     figure = ax.get_figure(root=True)  # type: ignore[assignment]
     _style(ax, theme)
-    _title(ax, theme, "Token age by training step")
+    _title(ax, theme, "Distribution of token age")
     ax.set_xlabel("training step")
     ax.set_ylabel("age (policy versions)")
     if grid is None:
@@ -476,7 +476,7 @@ def _draw_token_age(ax: Axes, frame: pl.DataFrame, unit: float, theme: Theme) ->
         baseline=values["p50"],
         fill=True,
         color=theme.age_band,
-        lw=0,
+        lw=1,  # so that a band of no height is a line
         label="p50 to p95",
         zorder=2,
     )

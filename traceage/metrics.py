@@ -86,7 +86,8 @@ def off_policy_metrics(
 
         A figure that does not exist is null.
 
-    >>> spans = scan_spans("data/real-dump")
+    >>> import traceage as ta
+    >>> spans = ta.scan_spans("data/real-dump")
     >>> off_policy_metrics(spans).select("step", "sampled_tokens", "off_policy/token/max").head(2)
     shape: (2, 3)
     ┌──────┬────────────────┬──────────────────────┐

@@ -32,7 +32,7 @@ from traceage.errors import (
     TraceWarning,
     list_labels,
 )
-from traceage.formats.content import PART_BYTES, Part, PartRead, parts_of, read_part
+from traceage.formats.content import FIX_DAMAGED, PART_BYTES, Part, PartRead, parts_of, read_part
 from traceage.formats.records import RUN_FIELDS, Block, RecordReader, Unit
 from traceage.schema import SPANS
 from traceage.sources import SourceFile, Subset, find_files
@@ -190,7 +190,7 @@ class SpanReader:
                 yield frame
             if left == 0:
                 return
-        if not rows.tokens and not plan.left_out and not self.summary.not_shipped:
+        if not rows.anything and not plan.left_out and not self.summary.torn:
             raise TraceError(self._nothing(files))
         if not self.quiet:
             for line in self.summary.lines():
@@ -248,13 +248,13 @@ class SpanReader:
         if not told.episodes:
             return f"{where}: no episodes and no traces in it; is this the right source?"
         what = [f"{told.episodes:,} episodes read"]
-        advice = "does the engine return token ids?"
+        advice = "correct the source"
         if told.other_kind:
             what.append(f"{told.other_kind:,} of another kind than {self.kind!r}")
             advice = "ask for the other kind (kind='any', --kind any)"
         if told.skipped:
             what.append(f"{told.skipped:,} faults skipped, first: {told.lines()[0]}")
-        return f"{where}: no sampled tokens at all: {', '.join(what)}; {advice}"
+        return f"{where}: nothing left to count: {', '.join(what)}; {advice}"
 
 
 class _Stitcher:
@@ -271,6 +271,14 @@ class _Stitcher:
         if part.line is not None:
             yield from self.finish()
             self.lines = part.line
+        if read.damaged is not None and not self.passed_over:
+            self.passed_over = True
+            self.reader.refuse(
+                Problem("damaged file", part.path, None, None, None, read.damaged, FIX_DAMAGED)
+            )
+        if self.passed_over:
+            self.carry = []
+            return
         self.carry.append(read.head)
         if read.tail is None:
             return
@@ -324,7 +332,7 @@ class _Rows:
         self.needed = needed
         if "training_version" in needed and isinstance(reader.training_version, str):
             self.needed = needed | {reader.training_version} & set(SPANS)
-        self.tokens = 0
+        self.anything = False
         self.labels: dict[str, int] = {}
         self.versions: list[int | None] = []
         self.seen: dict[tuple[int | None, int], tuple[str, int]] = {}
@@ -355,7 +363,6 @@ class _Rows:
         kept = place[runs[:, 0]] >= 0
         runs = runs[kept]
         runs[:, 0] = place[runs[:, 0]]
-        self.tokens += int((runs[:, 4] - runs[:, 3]).sum())
         runs[:, 5] = self._global_labels(block, runs[:, 5])
         self.runs.append(runs)
         self.stamps.append(stamps[kept])
@@ -366,6 +373,7 @@ class _Rows:
             self.runs.append(empty)
             self.stamps.append(np.full(len(bare), np.nan))
         self.count += len(runs) + len(bare)
+        self.anything |= self.count > 0
 
     def _select(
         self, file: SourceFile, before: int, episode: Sequence[tuple[int, Unit]]
@@ -679,7 +687,8 @@ class _Plan:
         # The step of what no batch took is that of its arrival, which only the record tells.
         by_step = [c for c in conjuncts if "step" in c.meta.root_names()]
         others = [c for c in conjuncts if "step" not in c.meta.root_names()]
-        frame = frame.filter(others)
+        if others:
+            frame = frame.filter(others)
         if by_step:
             arrived = pl.col("step").is_null()
             frame = frame.filter(arrived | pl.all_horizontal(by_step))

@@ -30,6 +30,17 @@ _SKIPPABLE_MAGIC = 0x184D2A5E
 _FOOTER = struct.Struct("<IBI")
 
 
+class DamagedFile(TraceError):
+    """Compressed data that end early or cannot be decompressed."""
+
+    def __init__(self, path: str, found: str) -> None:
+        super().__init__(f"{path}: {found}; {FIX_DAMAGED}")
+        self.found = found
+
+
+FIX_DAMAGED = "wait until the file is written, or restore it"
+
+
 @dataclass(frozen=True)
 class Part:
     """A stretch of one file's content: what one worker reads at a time."""
@@ -48,6 +59,8 @@ class Part:
     number of lines before it in its file."""
     stored: int = 0
     """Bytes it takes on disk, roughly; for progress."""
+    damaged: str | None = None
+    """What is wrong with the compressed data from here on."""
 
 
 @dataclass
@@ -59,6 +72,8 @@ class PartRead:
     tail: bytes | None
     """From the last newline of the part on; None where the part holds no newline."""
     block: Block
+    damaged: str | None = None
+    """Why the part, and with it the rest of its file, cannot be read."""
 
 
 def compression_of(path: str) -> Compression:
@@ -74,12 +89,17 @@ def compression_of(path: str) -> Compression:
 
 def read_part(part: Part) -> PartRead:
     """Read one part; runs in a worker process."""
-    if part.data is not None:
-        data = part.data
-    elif part.whole:
-        data = b"".join(stream_content(part.path))
-    else:
-        data = read_content(part.path, part.start, part.end)
+    if part.damaged is not None:
+        return PartRead(b"", None, Block(), part.damaged)
+    try:
+        if part.data is not None:
+            data = part.data
+        elif part.whole:
+            data = b"".join(stream_content(part.path))
+        else:
+            data = read_content(part.path, part.start, part.end)
+    except DamagedFile as error:
+        return PartRead(b"", None, Block(), error.found)
     reader = RecordReader(part.include_frozen)
     first = data.find(b"\n")
     if first < 0:
@@ -125,7 +145,7 @@ def _decompress(path: str, stored: bytes, size: int) -> bytes:
     try:
         content: bytes = pa.Codec("zstd").decompress(stored, size, asbytes=True)
     except OSError as error:
-        raise TraceError(f"{path}: damaged zstd frames: {error}; restore the file") from None
+        raise DamagedFile(path, f"damaged zstd frames: {error}") from None
     return content
 
 
@@ -170,7 +190,7 @@ def seek_table(file: BinaryIO) -> list[Frame] | None:
 def stream_content(path: str, block: int = PART_BYTES) -> Iterator[bytes]:
     """The content of a gzip, zstd or plain file from its start, `block` bytes at a time.
 
-    Raises `TraceError` when the compressed data end early or are damaged.
+    Raises `DamagedFile` when the compressed data end early or are damaged.
     """
     compression = compression_of(path)
     try:
@@ -187,10 +207,7 @@ def stream_content(path: str, block: int = PART_BYTES) -> Iterator[bytes]:
     except (EOFError, OSError, zlib.error) as error:
         if isinstance(error, FileNotFoundError):
             raise
-        raise TraceError(
-            f"{path}: damaged or unfinished {compression} data: {error}; wait until it is "
-            "written, or restore the file"
-        ) from None
+        raise DamagedFile(path, f"damaged or unfinished {compression} data: {error}") from None
 
 
 def parts_of(path: str, include_frozen: bool) -> Iterator[Part]:
@@ -212,5 +229,8 @@ def parts_of(path: str, include_frozen: bool) -> Iterator[Part]:
     elif size <= PART_BYTES // 2:
         yield Part(path, include_frozen, whole=True, stored=size)
     else:
-        for data in stream_content(path):
-            yield Part(path, include_frozen, data=data, stored=len(data) // 4)
+        try:
+            for data in stream_content(path):
+                yield Part(path, include_frozen, data=data, stored=len(data) // 4)
+        except DamagedFile as error:
+            yield Part(path, include_frozen, damaged=error.found)

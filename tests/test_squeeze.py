@@ -1,0 +1,101 @@
+"""Cutting arrays out of unparsed text must never change what is left."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from traceage.formats.squeeze import MASK_COUNT, squeeze
+
+KEYS = ["mask", "token_ids", "logprobs", "is_content", "entropies", "content", "a"]
+
+hostile = st.sampled_from(
+    [
+        "",
+        '"',
+        "\\",
+        '"mask":[true]',
+        '\\"token_ids":[1',
+        "]",
+        "[",
+        '":[',
+        "mask",
+        '"mask": [',
+        "é\u2028",
+    ]
+)
+scalars = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(allow_nan=False),
+    hostile,
+    st.text(max_size=5),
+)
+arrays = st.one_of(
+    st.lists(st.booleans()),
+    st.tuples(st.integers(0, 5), st.integers(0, 5)).map(lambda n: [False] * n[0] + [True] * n[1]),
+    st.lists(st.integers(0, 9)),
+    st.lists(scalars, max_size=4),
+)
+values = st.recursive(
+    scalars | arrays,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(KEYS) | hostile, inner, max_size=4)
+    ),
+    max_leaves=20,
+)
+
+
+def without_arrays(value: Any) -> Any:
+    """What a squeezed record says: the reference, on parsed values."""
+    if isinstance(value, list):
+        return [without_arrays(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    made: dict[str, Any] = {}
+    for key, item in value.items():
+        flat = (
+            isinstance(item, list)
+            and item
+            and not any(
+                isinstance(one, (str, list)) or (isinstance(one, dict) and one) for one in item
+            )
+        )
+        if key not in KEYS[:5] or not flat:
+            made[key] = without_arrays(item)
+        elif key != "mask":
+            made[key] = [0]
+        elif item[0] is True or item[0] is False:
+            made[MASK_COUNT] = sum(one is True for one in item)
+        else:
+            made[key] = item
+    return made
+
+
+@given(values, st.sampled_from([(",", ":"), (", ", ": "), (" ,", " : ")]), st.booleans())
+def test_only_arrays_go(value: Any, separators: tuple[str, str], ascii_only: bool) -> None:
+    line = json.dumps(value, separators=separators, ensure_ascii=ascii_only).encode()
+    squeezed = squeeze(line)
+    try:
+        found = json.loads(squeezed)
+    except ValueError:
+        # Refused, so the reader falls back to the whole line; only nesting can bring it about.
+        assert any(isinstance(item, list) for item in _items_of_arrays(value))
+        return
+    assert found == without_arrays(value)
+
+
+def _items_of_arrays(value: Any) -> list[Any]:
+    found = []
+    if isinstance(value, (list, dict)):
+        items = value if isinstance(value, list) else list(value.values())
+        if isinstance(value, dict):
+            found += [one for item in items if isinstance(item, list) for one in item]
+        for item in items:
+            found += _items_of_arrays(item)
+    return found
