@@ -16,7 +16,7 @@ from random import Random
 from typing import Any, Literal, NamedTuple
 
 from hypothesis import strategies as st
-from reference import Record, Stored, token_rows
+from reference import Record, Stored
 
 # --- noise: text and values that look like something else -----------------------------------------
 
@@ -351,17 +351,10 @@ def bare_traces(draw: st.DrawFn, number: int) -> Record:
 
 @st.composite
 def stored_records(draw: st.DrawFn, *, max_size: int = 4, first: int = 0) -> list[Stored]:
-    """Well-formed records, numbered from `first`, each with the step of its batch.
-
-    They hold at least one token: a source without any may well be refused as a whole.
-    """
+    """Well-formed records, numbered from `first`, each with the step of its batch."""
     numbers = range(first, first + draw(st.integers(1, max_size)))
     records = [draw(st.one_of(episodes(i), episodes(i), bare_traces(i))) for i in numbers]
-    stored = [Stored(record, draw(st.integers(1, 12)), {}) for record in records]
-    if not any(row.index is not None for row in token_rows(stored)):
-        node = {"sampled": True, "mask": [True]}
-        stored.append(Stored({"id": f"one-token-{first}", "nodes": [node]}, stored[0].step, {}))
-    return stored
+    return [Stored(record, draw(st.integers(1, 12)), {}) for record in records]
 
 
 # --- records that are wrong -----------------------------------------------------------------------

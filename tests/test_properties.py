@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from compare import (
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from reference import Extras, Record, Stored
+from store_writer import seekable_zstd
 from strategies import Problem, Style, invalid_records, stored_records, styles
 
 import traceage as ta
@@ -339,6 +341,33 @@ def test_a_trace_stands_once_in_a_step(tmp_path: Path) -> None:
         write_lines(tmp_path / "run" / f"step_{step}" / "traces.jsonl", [record("e1", 2)])
     spans = ta.scan_spans(tmp_path / "run").collect()
     assert sorted(spans.select("step", "length").rows()) == [(1, 2), (2, 2)]
+
+
+# --- size -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("name", ["traces.jsonl", "traces.jsonl.gz", "traces.jsonl.zst"])
+def test_a_file_of_many_parts(tmp_path: Path, name: str, workers: int) -> None:
+    """Lines from tiny to larger than a part, in more content than is read at a time."""
+    sizes = [1, 900_000, 3, 1, 4_500_000, 2, 2_000_000, 1, 1_500_000, 5]
+    lines = []
+    for number, count in enumerate(sizes):
+        head = b'{"id":"t%d","nodes":[{"sampled":true,"token_ids":[' % number
+        body = b"1," * (count - 1) + b'1],"mask":[' + b"true," * (count - 1) + b"true]"
+        labels = b',"weight_versions":[{"version":"%d","start":0,"end":%d}]}]}\n' % (number, count)
+        lines.append(head + body + labels)
+    data = b"".join(lines)
+    if name.endswith(".gz"):
+        data = gzip.compress(data, 1)
+    elif name.endswith(".zst"):
+        data = seekable_zstd(data, 1 << 20)
+    path = tmp_path / name
+    path.write_bytes(data)
+    spans = ta.scan_spans(path, step=10, workers=workers).collect()
+    assert spans.select("trace_id", "label", "length", "line").sort("line").rows() == [
+        (f"t{number}", str(number), count, number + 1) for number, count in enumerate(sizes)
+    ]
 
 
 # --- the shape of the tables ----------------------------------------------------------------------

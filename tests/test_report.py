@@ -681,6 +681,15 @@ def test_write_leaves_only_the_page(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "report.html").stat().st_mode) == 0o644
 
 
+def test_a_reader_keeps_the_page_it_opened(tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    path.write_text("old")
+    with path.open() as reader:
+        report(tmp_path, ten())
+        assert reader.read() == "old"
+    assert path.read_text().startswith("<!doctype html>")
+
+
 def test_write_follows_a_link(tmp_path: Path) -> None:
     (tmp_path / "kept").mkdir()
     (tmp_path / "latest.html").symlink_to(tmp_path / "kept" / "a.html")

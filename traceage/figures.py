@@ -631,7 +631,6 @@ def inline_svg(draw: Callable[[Theme], Figure], theme: Theme, *, key: str, label
         )
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :].strip()
-    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     head, body = svg.split(">", 1)
     box = re.search(r'viewBox="[^"]*"', head)
     assert box is not None

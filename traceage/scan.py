@@ -303,7 +303,7 @@ class _Stitcher:
         if not self.lines:
             line = line.removeprefix(b"\xef\xbb\xbf")
         one = RecordReader(self.reader.include_frozen)
-        one.read(line)
+        one.read(line, 0, len(line))
         return one
 
     def _emit(self, block: Block) -> Iterator[tuple[SourceFile, int, Block]]:

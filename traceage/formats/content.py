@@ -108,7 +108,7 @@ def read_part(part: Part) -> PartRead:
     at = first + 1
     while at < last:
         newline = data.find(b"\n", at)
-        reader.read(data[at:newline])
+        reader.read(data, at, newline)
         at = newline + 1
     return PartRead(data[:first], data[last:], reader.block)
 

@@ -147,23 +147,24 @@ class RecordReader:
         self._label_index: dict[str, int] = {}
         self._trace: str | None = None
 
-    def read(self, line: bytes) -> None:
-        """Add one line; a blank one only counts as a line."""
+    def read(self, data: bytes, start: int, end: int) -> None:
+        """Add the line `data[start:end]`; a blank one only counts as a line."""
         number = self.block.lines
         self.block.lines += 1
-        if not line.strip():
+        squeezed = squeeze(data, start, end)
+        if not squeezed.strip():
             return
         units, runs = len(self.block.units), len(self.block.runs)
         stamps, problems = len(self.block.timestamps), len(self.block.problems)
-        squeezed = squeeze(line)
         try:
             try:
                 record = _decode(squeezed)
             except (msgspec.DecodeError, RecursionError):
-                self._read_leniently(number, squeezed, line)
+                self._read_leniently(number, squeezed, data[start:end])
             else:
-                self._add(number, record, whole=squeezed is line)
+                self._add(number, record, whole=len(squeezed) == end - start)
         except _Doubt:
+            line = data[start:end]
             del self.block.units[units:], self.block.runs[runs:]
             del self.block.timestamps[stamps:], self.block.problems[problems:]
             self._read_leniently(number, line, line)

@@ -8,10 +8,10 @@ count; what is left is decoded as usual.
 Why that is safe on text that was not parsed: inside a JSON string every quote is escaped. A quote
 that no backslash precedes therefore opens or closes a string, and `"token_ids":[` with such a first
 quote can only be a key and the start of its array: were that quote a closing one, the bare word
-after it would be no JSON. Where the array, up to the first `]`, holds no quote, it holds no string,
-so that bracket is a real one; and were it the end of a nested array, what is left has one bracket
-too many and is refused by the decoder. Whoever decodes a squeezed line has to fall back to the
-original when the decoder refuses it.
+after it would be no JSON. Up to the next quote there is no string, so every bracket before it is a
+real one, and the array ends at one of them. Were it not the chosen one, the brackets that are left
+would not match (an object that is open there would need a key, hence a quote), and the decoder
+refuses what is left. Whoever decodes a squeezed line has to fall back to the original then.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ _ARRAY = re.compile(
     rb'"(mask|token_ids|logprobs|is_content|advantages|trainer_logprobs|reference_logprobs'
     rb'|entropies)"\s*:\s*\['
 )
-_COUNT_KEY = b'"' + MASK_COUNT.encode() + b'":'
-_TRUE = b"true,"
-_QUOTE, _BACKSLASH, _T, _F = b'"'[0], b"\\"[0], b"t"[0], b"f"[0]
+_TRUES = b"true," * 65_536
+_NEAR = 24
+"""An array ends, as a rule, within so many bytes of the next quote."""
+_BACKSLASH, _T, _F, _M = b"\\tfm"
 
 
-def squeeze(line: bytes) -> bytes:
-    """`line` with each per-token array reduced to `[0]` and each mask to its count of trues.
+def squeeze(data: bytes, start: int = 0, end: int | None = None) -> bytes:
+    """The line `data[start:end]` with each per-token array reduced to `[0]`, each mask to a count.
 
     An empty array stays empty, so that it can still be told from one that held something.
 
@@ -42,37 +43,48 @@ def squeeze(line: bytes) -> bytes:
     >>> squeeze(rb'{"content":"say \\"mask\\":[true]"}')
     b'{"content":"say \\\\"mask\\\\":[true]"}'
     """
+    if end is None:
+        end = len(data)
+    search, find = _ARRAY.search, data.find
+    view = memoryview(data)
     kept: list[bytes | memoryview] = []
-    view = memoryview(line)
-    done = at = 0
-    while (match := _ARRAY.search(line, at)) is not None:
-        key, start = match.start(), match.end()
-        at = start
-        end = line.find(b"]", start)
-        if end <= start or line[key - 1] == _BACKSLASH or line.find(b'"', start, end) >= 0:
+    done = at = start
+    while (match := search(data, at, end)) is not None:
+        key, at = match.span()
+        # The array holds no quote, so its bracket is the first one before the next quote; as a
+        # rule it stands close before that.
+        quote = find(b'"', at, end)
+        if quote < 0:
+            quote = end
+        close = find(b"]", max(at, quote - _NEAR), quote)
+        if close < 0:
+            close = find(b"]", at, quote)
+        if close <= at or data[key - 1] == _BACKSLASH:
             continue
-        if match.group(1) == b"mask":
-            if line[start] not in (_T, _F):
+        if data[key + 1] == _M:
+            if data[at] not in (_T, _F):
                 continue
-            kept += (view[done:key], _COUNT_KEY, b"%d" % _count_true(line, start, end))
-            done = at = end + 1
+            kept.append(view[done:key])
+            kept.append(b'"mask#":%d' % _count_true(data, at, close))
+            done = at = close + 1
         else:
-            kept += (view[done:start], b"0")
-            done = at = end
+            kept.append(view[done:at])
+            kept.append(b"0")
+            done = at = close
     if not kept:
-        return line
-    kept.append(view[done:])
+        return data[start:end]
+    kept.append(view[done:end])
     return b"".join(kept)
 
 
-def _count_true(line: bytes, start: int, end: int) -> int:
-    """How many entries of the mask in `line[start:end]` are true."""
-    first = line.find(b"t", start, end)
+def _count_true(data: bytes, start: int, end: int) -> int:
+    """How many entries of the mask in `data[start:end]` are true."""
+    first = data.find(b"t", start, end)
     if first < 0:
         return 0
     # Nearly every mask is a scaffold of falses, then trues to its end: one comparison says so.
-    count, rest = divmod(end - first + 1, len(_TRUE))
-    if rest == 0 and line.startswith((_TRUE * count)[:-1], first):
-        return count
-    letters = np.frombuffer(line, np.uint8, end - first, first)
+    size = end - first
+    if size % 5 == 4 and size <= len(_TRUES) and data.startswith(_TRUES[:size], first):
+        return (size + 1) // 5
+    letters = np.frombuffer(data, np.uint8, size, first)
     return int(np.count_nonzero(letters == _T))
