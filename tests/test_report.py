@@ -304,6 +304,17 @@ def test_heatmap_marks_negative_ages() -> None:
     assert "fault" not in words(age_heatmap(counts_of(ten())))
 
 
+@pytest.mark.parametrize(("ages", "rows"), [((-5, -3), 6), ((-90, -40), 26)])
+def test_heatmap_of_negative_ages_alone(ages: tuple[int, int], rows: int) -> None:
+    figure = age_heatmap(counts_of([Step(1, dict.fromkeys(ages, 10))]))
+    above, below = figure.axes[0].get_images()
+    assert np.ma.count(np.ma.asarray(above.get_array())) == 0
+    assert np.ma.asarray(below.get_array()).shape == (rows, 1)
+    assert set(shares(figure).values()) == {0.5}
+    (boundary,) = figure.axes[0].lines
+    assert -0.5 < float(np.asarray(boundary.get_ydata())[0]) <= rows - 0.5
+
+
 def test_heatmap_without_a_labelled_token() -> None:
     assert "no token with an age" in words(age_heatmap(counts_of(unlabelled())))
     assert "no token with an age" in words(age_heatmap(counts_of([])))

@@ -175,8 +175,8 @@ def age_row_edges(low: int, high: int) -> list[int]:
     >>> age_row_edges(-1, 40)[-7:]
     [16, 20, 24, 28, 32, 40, 48]
     """
-    if high < _MAX_SINGLE_ROWS:
-        low = min(low, 0)  # age 0 is the baseline: show it even when no token has it
+    if low > -_MAX_SINGLE_ROWS and high < _MAX_SINGLE_ROWS:
+        low, high = min(low, 0), max(high, 0)  # age 0 is the baseline: show it in any case
     if high - low < _MAX_SINGLE_ROWS:
         return list(range(low, high + 2))
     if low > 15 or high < -15:
@@ -262,7 +262,7 @@ def draw_heatmap(
     rows, columns = grid.shares.shape
     left = grid.first_step - grid.pitch / 2
     extent = (left, left + columns * grid.pitch, -0.5, rows - 0.5)
-    zero_row = int(np.searchsorted(grid.edges, 0))
+    zero_row = min(int(np.searchsorted(grid.edges, 0)), rows)
     peak = float(grid.shares.max())
     full = next(limit for limit in (0.05, 0.1, 0.2, 0.5, 1.0) if peak <= limit)
     norm = PowerNorm(0.5, vmin=0, vmax=full)  # the square root keeps a thin old tail in sight
