@@ -172,28 +172,48 @@ def test_counts_of_parts_add_up(
 
 
 @few
-@given(stored_records(), st.sampled_from(["step", "constant", "mapping"]), st.integers(0, 12))
+@given(
+    stored_records(),
+    st.sampled_from(["step", "constant", "mapping", "column"]),
+    st.integers(0, 12),
+)
 def test_training_version_is_the_callers_to_say(
     stored: list[Stored], choice: str, constant: int
 ) -> None:
-    steps = {step for _, step, _ in stored if step is not None}
-    versions: dict[int, int] = {
-        "step": {step: step for step in steps},
-        "constant": dict.fromkeys(steps, constant),
-        "mapping": {step: 2 * step - 1 for step in steps},
-    }[choice]
-    told: Any = {"step": "step", "constant": constant, "mapping": versions}[choice]
     restated = []
+    mapping: dict[int, int] = {}
     for record, step, _ in stored:
         assert step is not None
-        extras: Extras = {"training_version": versions[step]}
-        restated.append(Stored(record, step, extras))
+        mapping[step] = 2 * step - 1
+        version = {
+            "step": step,
+            "constant": constant,
+            "mapping": mapping[step],
+            "column": ref.get(record, "run", "work", "policy", "end"),
+        }[choice]
+        restated.append(Stored(record, step, {"training_version": version}))
+    told: Any = {
+        "step": "step",
+        "constant": constant,
+        "mapping": mapping,
+        "column": "policy_end",
+    }[choice]
     with folder() as root:
         write_steps(root, stored)
         spans = ta.scan_spans(root, training_version=told)
         assert_same_tokens(spans.collect(), ref.token_rows(restated))
         found = ta.off_policy_metrics(spans)
     assert_same_metrics(found, ref.metrics_rows(ref.token_rows(restated)))
+
+
+@few
+@given(stored_records(max_size=2), stored_records(max_size=2, first=10))
+def test_several_sources(one: list[Stored], other: list[Stored]) -> None:
+    with folder() as root:
+        write_steps(root / "one", one)
+        write_steps(root / "other", other, suffix=".zst")
+        spans = ta.scan_spans([root / "one", root / "other"]).collect()
+    assert_same_tokens(spans, ref.token_rows(one + other))
 
 
 # --- records and objects in memory ----------------------------------------------------------------
