@@ -17,7 +17,7 @@ import polars as pl
 from traceage.ages import age, completions, field
 from traceage.counts import Weighting, check_groups, merge_counts, read_batches, tokens
 from traceage.errors import TraceError
-from traceage.schema import TOKENS
+from traceage.schema import COUNT
 from traceage.spans import DEFAULT_LABEL, LabelReader
 
 QUANTILES = (50, 95, 99)
@@ -149,7 +149,7 @@ class Tally:
     def _sum(self, frame: pl.DataFrame, *columns: str) -> pl.DataFrame:
         """`columns` summed by group; a leading `age` is part of the group."""
         keys = [*self.by, *(["age"] if columns[0] == "age" else [])]
-        sums = [pl.col(name).sum().cast(TOKENS) for name in columns if name != "age"]
+        sums = [pl.col(name).sum().cast(COUNT) for name in columns if name != "age"]
         return frame.group_by(keys).agg(sums) if keys else frame.select(sums)
 
     def _totals(self, batch: pl.DataFrame, weighting: Weighting) -> pl.DataFrame:
@@ -207,11 +207,11 @@ class Tally:
         lowest, highest = pl.col("lowest").min(), pl.col("highest").max()
         figures = [
             pl.when(lowest == highest).then(lowest).alias("training_version"),
-            pl.col("counted").sum().cast(TOKENS).alias("episodes"),
-            pl.col("traces").sum().cast(TOKENS),
+            pl.col("counted").sum().cast(COUNT).alias("episodes"),
+            pl.col("traces").sum().cast(COUNT),
             pl.when(pl.col("told").any())
             .then((pl.col("told") & ~pl.col("taken")).sum())
-            .cast(TOKENS)
+            .cast(COUNT)
             .alias("not_shipped"),
         ]
         for column, name in EPISODE_FIGURES.items():
@@ -231,7 +231,7 @@ class Tally:
         ages = pl.col("age")
         # Whole percentages keep the comparison in integers, hence exact.
         figures = [
-            ((ages.cast(TOKENS) * weight).sum() / weight.sum()).alias("mean"),
+            ((ages.cast(COUNT) * weight).sum() / weight.sum()).alias("mean"),
             ages.max().alias("max"),
             ages.min().alias("min"),
             *(

@@ -1,10 +1,7 @@
-"""Files of lines, plain or compressed -> stretches of their content, ready to be worked on apart.
+"""Files, plain or compressed -> stretches of their content.
 
 A plain file and a seekable zstd file (independent frames and a table of them at the end) can be
-entered anywhere: they are cut into parts that worker processes read on their own, each from the
-first line that begins in its part to the last newline in it. The two ends go back to the reader,
-which joins the end of one part to the beginning of the next, so nothing is read or decompressed
-twice. A gzip file, or a zstd file without a table, can only be read from its start.
+entered anywhere. A gzip file, or a zstd file without a table, can only be read from its start.
 """
 
 from __future__ import annotations
@@ -18,12 +15,8 @@ from dataclasses import dataclass
 from typing import BinaryIO, Literal
 
 from traceage.errors import TraceError
-from traceage.formats.records import Block, RecordReader
 
 Compression = Literal["plain", "gzip", "zstd"]
-
-PART_BYTES = 16 << 20
-"""Content a worker is given at a time."""
 
 _SEEK_MAGIC = 0x8F92EAB1
 _SKIPPABLE_MAGIC = 0x184D2A5E
@@ -41,41 +34,6 @@ class DamagedFile(TraceError):
 FIX_DAMAGED = "wait until the file is written, or restore it"
 
 
-@dataclass(frozen=True)
-class Part:
-    """A stretch of one file's content: what one worker reads at a time."""
-
-    path: str
-    include_frozen: bool
-    start: int = 0
-    end: int = 0
-    """Content bytes `[start, end)`, for a file that can be entered anywhere."""
-    data: bytes | None = None
-    """The content itself, where the file can only be read from its start."""
-    whole: bool = False
-    """Read the whole file, whatever its compression."""
-    line: int | None = None
-    """Where the part begins at the start of a line and does not go on from the part before: the
-    number of lines before it in its file."""
-    stored: int = 0
-    """Bytes it takes on disk, roughly; for progress."""
-    damaged: str | None = None
-    """What is wrong with the compressed data from here on."""
-
-
-@dataclass
-class PartRead:
-    """The lines that lie wholly in a part, and the pieces of lines at its ends."""
-
-    head: bytes
-    """Up to the first newline of the part; all of it where there is none."""
-    tail: bytes | None
-    """From the last newline of the part on; None where the part holds no newline."""
-    block: Block
-    damaged: str | None = None
-    """Why the part, and with it the rest of its file, cannot be read."""
-
-
 def compression_of(path: str) -> Compression:
     """How a file is compressed, by its first bytes."""
     with open(path, "rb") as file:
@@ -85,32 +43,6 @@ def compression_of(path: str) -> Compression:
     if magic == b"\x28\xb5\x2f\xfd" or (magic[1:] == b"\x2a\x4d\x18" and magic[:1] >= b"\x50"):
         return "zstd"
     return "plain"
-
-
-def read_part(part: Part) -> PartRead:
-    """Read one part; runs in a worker process."""
-    if part.damaged is not None:
-        return PartRead(b"", None, Block(), part.damaged)
-    try:
-        if part.data is not None:
-            data = part.data
-        elif part.whole:
-            data = b"".join(stream_content(part.path))
-        else:
-            data = read_content(part.path, part.start, part.end)
-    except DamagedFile as error:
-        return PartRead(b"", None, Block(), error.found)
-    reader = RecordReader(part.include_frozen)
-    first = data.find(b"\n")
-    if first < 0:
-        return PartRead(data, None, reader.block)
-    last = data.rfind(b"\n") + 1
-    at = first + 1
-    while at < last:
-        newline = data.find(b"\n", at)
-        reader.read(data, at, newline)
-        at = newline + 1
-    return PartRead(data[:first], data[last:], reader.block)
 
 
 def read_content(path: str, start: int, end: int) -> bytes:
@@ -187,7 +119,7 @@ def seek_table(file: BinaryIO) -> list[Frame] | None:
     return frames if stored + table == size else None
 
 
-def stream_content(path: str, block: int = PART_BYTES) -> Iterator[bytes]:
+def stream_content(path: str, block: int = 16 << 20) -> Iterator[bytes]:
     """The content of a gzip, zstd or plain file from its start, `block` bytes at a time.
 
     Raises `DamagedFile` when the compressed data end early or are damaged.
@@ -208,29 +140,3 @@ def stream_content(path: str, block: int = PART_BYTES) -> Iterator[bytes]:
         if isinstance(error, FileNotFoundError):
             raise
         raise DamagedFile(path, f"damaged or unfinished {compression} data: {error}") from None
-
-
-def parts_of(path: str, include_frozen: bool) -> Iterator[Part]:
-    """The parts of a file, in order. A plain file is taken as long as it is now."""
-    with open(path, "rb") as file:
-        frames = seek_table(file)
-        size = file.seek(0, os.SEEK_END)
-    if frames is not None:
-        start, stored = 0, 0
-        for frame in frames:
-            end, stored = frame.start + frame.size, stored + frame.stored_size
-            if end - start >= PART_BYTES or frame is frames[-1]:
-                yield Part(path, include_frozen, start, end, stored=stored)
-                start, stored = end, 0
-    elif compression_of(path) == "plain":
-        for start in range(0, size, PART_BYTES):
-            end = min(size, start + PART_BYTES)
-            yield Part(path, include_frozen, start, end, stored=end - start)
-    elif size <= PART_BYTES // 2:
-        yield Part(path, include_frozen, whole=True, stored=size)
-    else:
-        try:
-            for data in stream_content(path):
-                yield Part(path, include_frozen, data=data, stored=len(data) // 4)
-        except DamagedFile as error:
-            yield Part(path, include_frozen, damaged=error.found)
