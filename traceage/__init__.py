@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from traceage.scan import scan_spans as scan_spans
     from traceage.scan import scan_tokens as scan_tokens
     from traceage.tokens import explode as explode
+    from traceage.tokens import to_numpy as to_numpy
+    from traceage.tokens import to_torch as to_torch
 
 __version__ = "0.1.0"
 
@@ -53,6 +55,8 @@ _HOME = {
     "scan_spans": "scan",
     "scan_tokens": "scan",
     "explode": "tokens",
+    "to_numpy": "tokens",
+    "to_torch": "tokens",
 }
 
 __all__ = ["__version__", *sorted(_HOME)]

@@ -21,9 +21,11 @@ from typing import TYPE_CHECKING, Any, Unpack
 import polars as pl
 
 from traceage.formats.dump import (
+    LEDGER,
     SCHEMA_VERSION,
     SPAN_FIELDS,
     TRACE_COLUMNS,
+    UNFINISHED,
     DumpMetadata,
     arrow_schema,
 )
@@ -39,7 +41,6 @@ if TYPE_CHECKING:
 
     from traceage.reading import Reader
 
-LEDGER = "_traceage"
 ROW_GROUP_TOKENS = 1 << 20
 """Sampled tokens after which a row group is closed: a reader holds one at a time."""
 HELD_TOKENS = 16 << 20
@@ -99,6 +100,9 @@ def write_dump(
     reader = replace(reader, kind="any", subset="both", include_frozen=True)
     folder = Path(target)
     (folder / LEDGER).mkdir(parents=True, exist_ok=True)
+    # Whoever reads the dump before this one is through, or after it was cut off, is told.
+    unfinished = folder / LEDGER / UNFINISHED
+    unfinished.touch()
     reader.summary.clear()
     rows = Rows(reader, {name for name in SPANS if name not in ("training_version", "version")})
     done = []
@@ -107,6 +111,7 @@ def write_dump(
             reader.summary.files_without_traces.append(file.path)
             continue
         done.append(_convert_file(reader, rows, file, folder, messages))
+    unfinished.unlink(missing_ok=True)
     reader.warn()
     schema = {
         "source": pl.String, "files": pl.Int64, "traces": pl.Int64, "tokens": pl.Int64,

@@ -71,6 +71,8 @@ class ReadSummary:
     """Labels that are neither `default` nor an integer: the spans that carry each."""
     torn: list[str] = field(default_factory=list)
     """Files whose last line was still being written, as `file:line`."""
+    unfinished_dumps: list[str] = field(default_factory=list)
+    """Dumps whose conversion is still running, or was cut off."""
     files_without_traces: list[str] = field(default_factory=list)
     """JSONL files met in a directory whose lines are neither episodes nor traces."""
     lines_read: int = 0
@@ -112,6 +114,10 @@ class ReadSummary:
         if self.torn:
             shown = ", ".join(self.torn[:3]) + (", ..." if len(self.torn) > 3 else "")
             said.append(f"last line still being written, left out: {shown}")
+        for dump in self.unfinished_dumps:
+            said.append(
+                f"{dump}: this dump is not finished; run its conversion again to complete it"
+            )
         if self.files_without_traces:
             names = self.files_without_traces
             shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

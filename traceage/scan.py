@@ -22,6 +22,7 @@ from polars.io.plugins import register_io_source
 from traceage.counts import Weighting, check_weighting
 from traceage.dumps import read_dump
 from traceage.errors import OnError, ReadSummary, TraceError
+from traceage.formats.dump import LEDGER, UNFINISHED
 from traceage.formats.records import What
 from traceage.formats.streams import STREAMS
 from traceage.plan import Plan, conjuncts_of
@@ -58,7 +59,8 @@ def scan_spans(
     Args:
         source: a file, a directory or a glob, or several: a training run's directory (trace store
             or `rollouts/step_<N>/`) or any folder in it, a `verifiers` output directory, `.jsonl`,
-            `.jsonl.gz`, `.jsonl.zst`; the lines are episodes or bare traces.
+            `.jsonl.gz`, `.jsonl.zst` (the lines are episodes or bare traces), a Parquet dump, the
+            platform's sample Parquet.
         step: the step of files that have none in their path.
         training_version: the policy version that each batch trained: `"step-1"`, `"step"`, the
             name of a column, a mapping from step to version, or one version for all.
@@ -88,8 +90,8 @@ def scan_spans(
     │ ---      ┆ ---   ┆ ---    │
     │ str      ┆ str   ┆ i32    │
     ╞══════════╪═══════╪════════╡
-    │ toy-long ┆ 0     ┆ 333    │
-    │ toy-long ┆ 1     ┆ 86     │
+    │ toy-long ┆ 0     ┆ 230    │
+    │ toy-long ┆ 0     ┆ 164    │
     └──────────┴───────┴────────┘
     """
     reader = reader_of(
@@ -159,8 +161,8 @@ def scan_tokens(
     │ ---  ┆ --- ┆ ---     ┆ ---             │
     │ i32  ┆ i32 ┆ f32     ┆ f32             │
     ╞══════╪═════╪═════════╪═════════════════╡
-    │ 1    ┆ 0   ┆ -6.1442 ┆ -6.1474         │
-    │ 1    ┆ 0   ┆ -6.4057 ┆ -6.3942         │
+    │ 1    ┆ 0   ┆ -6.2967 ┆ -6.2922         │
+    │ 1    ┆ 0   ┆ -6.6939 ┆ -6.6915         │
     └──────┴─────┴─────────┴─────────────────┘
     """
     check_weighting(weighting)
@@ -278,7 +280,11 @@ def _frames(
         if form == "unknown":
             reader.summary.files_without_traces += [file.path for file in group]
         elif form == "dump":
-            for file in group:
+            dumps = list(group)
+            for root in sorted({os.path.dirname(os.path.dirname(f.path)) for f in dumps}):
+                if os.path.exists(os.path.join(root, LEDGER, UNFINISHED)):
+                    reader.summary.unfinished_dumps.append(root or ".")
+            for file in dumps:
                 if plan.may_hold(file):
                     yield from read_dump(reader, rows, file, needed, plan.what)
                 else:

@@ -17,6 +17,7 @@ from traceage.ages import age
 from traceage.workers import available_cores
 
 if TYPE_CHECKING:
+    import torch
     from numpy.typing import NDArray
 
 BLOCK_TOKENS = 1 << 18
@@ -106,3 +107,72 @@ def _in_threads(
         return [make(name) for name in names]
     with ThreadPoolExecutor(workers) as threads:
         return list(threads.map(make, names))
+
+
+def to_numpy(
+    tokens: pl.DataFrame | pl.LazyFrame, column: str | pl.Expr, fill: float | bool | None = None
+) -> dict[tuple[str, int], NDArray[Any]]:
+    """One array a training sample, aligned with the `token_ids` of its branch.
+
+    Args:
+        tokens: a tokens table read with `weighting="branches"`; the columns `trace_id`, `branch`,
+            `branch_tokens` and `position` of it are needed.
+        column: what to lay out, a column or an expression over columns: `"age"`, `"version"`,
+            `pl.col("age") <= 2`.
+        fill: stands at tokens that were not sampled or have no value. By default False for
+            booleans, NaN for floats, and -2147483648 for integers, which no age or version is.
+
+    Returns:
+        `(trace_id, branch)` -> array of `branch_tokens` values of the column's type; views of one
+        block of memory. A sample without sampled tokens has no entry.
+
+    Raises:
+        ValueError: when `tokens` was not read with `weighting="branches"`.
+
+    >>> import traceage as ta, polars as pl
+    >>> tokens = ta.scan_tokens("data/real-dump", weighting="branches")
+    >>> fresh = to_numpy(tokens, pl.col("age") <= 1)
+    >>> len(fresh), sum(int(mask.sum()) for mask in fresh.values())
+    (80, 49714)
+    """
+    value = (pl.col(column) if isinstance(column, str) else column).alias("value")
+    keys = ["trace_id", "branch"]
+    frame = tokens.lazy().select(*keys, "branch_tokens", "position", value).collect()
+    if (
+        frame.select(pl.col("branch", "branch_tokens", "position").has_nulls()).row(0)
+        != (False,) * 3
+    ):
+        raise ValueError(
+            "tokens without branch or position: read them with scan_tokens(..., "
+            "weighting='branches') from records that hold token ids"
+        )
+    samples = frame.select(*keys, "branch_tokens").unique(keys, maintain_order=True)
+    samples = samples.with_columns(
+        first=pl.col("branch_tokens").cast(pl.Int64).cum_sum() - pl.col("branch_tokens")
+    )
+    sample = frame.select(pl.struct(keys).rle_id()).to_series()
+    if frame.height and sample[-1] + 1 != samples.height:
+        # The tokens of a sample do not stand together, as they do after reading.
+        frame = frame.join(samples.select(*keys, "first"), on=keys, maintain_order="left")
+        first = frame["first"].to_numpy()
+    else:
+        first = samples["first"].gather(sample).to_numpy()
+    present = frame["value"].is_not_null()
+    values = frame["value"].filter(present).to_numpy()
+    if fill is None:
+        fill = {"b": False, "f": np.nan}.get(values.dtype.kind, np.iinfo(np.int32).min)
+    flat = np.full(int(samples["branch_tokens"].sum()), fill, values.dtype)
+    flat[(first + frame["position"].to_numpy())[present.to_numpy()]] = values
+    return {
+        (trace_id, branch): flat[start : start + length]
+        for trace_id, branch, length, start in samples.iter_rows()
+    }
+
+
+def to_torch(
+    tokens: pl.DataFrame | pl.LazyFrame, column: str | pl.Expr, fill: float | bool | None = None
+) -> dict[tuple[str, int], torch.Tensor]:
+    """As `to_numpy`, with torch tensors that share its memory; torch is imported here alone."""
+    import torch
+
+    return {key: torch.from_numpy(array) for key, array in to_numpy(tokens, column, fill).items()}

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 SCHEMA_VERSION = 1
+LEDGER = "_traceage"
+"""The folder of a dump that says what was converted."""
+UNFINISHED = "unfinished"
+"""A file in it, there while a conversion runs and after one that was cut off."""
 _KEY = b"traceage"
 
 TRACE_COLUMNS = (
