@@ -21,11 +21,32 @@ from traceage.cli import main
 DATA = Path(__file__).parent.parent / "data"
 STORE, STEPS = str(DATA / "real-dump"), str(DATA / "real-dump-steps")
 
-KEYS = """step training_version episodes traces sampled_tokens labelled_tokens default_tokens
-unlabelled_tokens coverage not_shipped mixed_nodes sampled_nodes off_policy/token/mean
-off_policy/token/max off_policy/token/min off_policy/token/p50 off_policy/token/p95
-off_policy/token/p99 off_policy/mean off_policy/max off_policy/in_flight/mean
-off_policy/in_flight/max off_policy/in_queue/mean off_policy/in_queue/max""".split()
+KEYS = [
+    "step",
+    "training_version",
+    "episodes",
+    "traces",
+    "sampled_tokens",
+    "labelled_tokens",
+    "default_tokens",
+    "unlabelled_tokens",
+    "coverage",
+    "not_shipped",
+    "mixed_nodes",
+    "sampled_nodes",
+    "off_policy/token/mean",
+    "off_policy/token/max",
+    "off_policy/token/min",
+    "off_policy/token/p50",
+    "off_policy/token/p95",
+    "off_policy/token/p99",
+    "off_policy/mean",
+    "off_policy/max",
+    "off_policy/in_flight/mean",
+    "off_policy/in_flight/max",
+    "off_policy/in_queue/mean",
+    "off_policy/in_queue/max",
+]
 
 
 def traceage(*arguments: str, **options: object) -> subprocess.CompletedProcess[str]:

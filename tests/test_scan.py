@@ -196,7 +196,7 @@ def test_every_public_name_is_there() -> None:
     ],
 )
 def test_any_folder_of_a_trace_store(inside: str) -> None:
-    spans, summary = read(os.path.join(STORE, inside))
+    spans, _ = read(os.path.join(STORE, inside))
     assert_frame_equal(spans, ta.scan_spans(STORE).collect())
 
 

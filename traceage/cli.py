@@ -241,8 +241,8 @@ def _metrics(options: argparse.Namespace) -> int:
 
 
 def _tokens(options: argparse.Namespace) -> int:
-    from traceage.schema import TOKENS
     from traceage.scan import scan_tokens
+    from traceage.schema import TOKENS
 
     default = "step,env,trace_id,node,index,age,version"
     columns = [name.strip() for name in (options.columns or default).split(",") if name.strip()]

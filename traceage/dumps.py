@@ -307,5 +307,6 @@ def _starts(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
 def _ranges(starts: NDArray[np.int64], lengths: NDArray[Any]) -> NDArray[np.int64]:
     """`start, start + 1, ...` of each range, one after the other."""
     ends = np.cumsum(lengths)
-    total = int(ends[-1]) if len(ends) else 0
-    return np.arange(total) + np.repeat(starts - (ends - lengths), lengths)
+    within: NDArray[np.int64] = np.arange(int(ends[-1]) if len(ends) else 0)
+    within += np.repeat(starts - (ends - lengths), lengths)
+    return within

@@ -298,12 +298,12 @@ def batch_metrics(
     Raises:
         TraceError: for spans that do not fit their node and for a label that is no version.
 
-    >>> episode = {"run": {"work": {"policy": {"start": 9, "end": 10}}}, "traces": [{"nodes": [
-    ...     {"sampled": True, "mask": [True] * 4, "weight_versions": [
-    ...         {"version": "9", "start": 0, "end": 1}, {"version": "10", "start": 1, "end": 4}]}]}]}
-    >>> metrics = batch_metrics([episode], step=12)
-    >>> metrics["off_policy/token/mean"], metrics["off_policy/mean"], metrics["off_policy/in_queue/max"]
-    (1.25, 2.0, 1)
+    >>> node = {"sampled": True, "mask": [True] * 4, "weight_versions": [
+    ...     {"version": "9", "start": 0, "end": 1}, {"version": "10", "start": 1, "end": 4}]}
+    >>> run = {"work": {"policy": {"start": 9, "end": 10}}}
+    >>> metrics = batch_metrics([{"run": run, "traces": [{"nodes": [node]}]}], step=12)
+    >>> metrics["off_policy/token/mean"], metrics["off_policy/mean"]
+    (1.25, 2.0)
     """
     trained = step - 1 if training_version is None else training_version
     read = LabelReader(version_pattern)

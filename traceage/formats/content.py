@@ -45,16 +45,19 @@ def compression_of(path: str) -> Compression:
     return "plain"
 
 
+def _open_or_sealed(path: str) -> BinaryIO:
+    try:
+        return open(path, "rb")
+    except FileNotFoundError:
+        return open(path + ".zst", "rb")
+
+
 def read_content(path: str, start: int, end: int) -> bytes:
     """Content bytes `[start, end)` of a plain or seekable file, fewer at the end of the file.
 
     A plain file that has been sealed in the meantime is read from its sealed successor.
     """
-    try:
-        file = open(path, "rb")
-    except FileNotFoundError:
-        file = open(path + ".zst", "rb")
-    with file:
+    with _open_or_sealed(path) as file:
         frames = seek_table(file)
         if frames is None:
             file.seek(start)

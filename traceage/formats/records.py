@@ -256,10 +256,8 @@ class RecordReader:
         """Add the line `data[start:end]`; a blank one only counts as a line."""
         number = self.block.lines
         self.block.lines += 1
-        if self._arrays is None:
-            text = data[start:end]
-        else:
-            text = squeeze(data, start, end, self._arrays)
+        arrays = self._arrays
+        text = data[start:end] if arrays is None else squeeze(data, start, end, arrays)
         if not text.strip():
             return
         before = self._mark()
@@ -410,7 +408,7 @@ class RecordReader:
                 except ValueError as error:
                     self._problem("bad stream", number, str(error), _FIX_FIELD, index)
             self._fold(number, nodes, parents, lengths, masks)
-        completions = []
+        completions: list[_Completion] = []
         for index, node in enumerate(nodes):
             if not (_any_sampled(node) if node.sampled is None else node.sampled):
                 continue

@@ -16,7 +16,7 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    Stream = NDArray[np.float32] | NDArray[np.int32]
+    Stream = NDArray[Any]  # float32, or int32 for the streams of `PLACED`
 
 FLOATS = {
     "logprob": "logprobs",
