@@ -131,10 +131,12 @@ class Stitcher:
         if self.passed_over:
             self.carry = []
             return
-        self.carry.append(read.head)
+        if read.head is not None:
+            self.carry.append(read.head)
         if read.tail is None:
             return
-        yield from self._emit(self._crossing())
+        if read.head is not None:
+            yield from self._emit(self._crossing())
         yield from self._emit(read.block)
         self.carry = [read.tail]
 
@@ -167,7 +169,8 @@ class Stitcher:
             and self.file.step is None
             and self.file.store is None
         )
-        if not before and loose and any(p.reason.startswith("not ") for p in block.problems):
+        first = [problem for problem in block.problems if problem.line == 0]
+        if not before and loose and any(p.reason.startswith("not ") for p in first):
             # A side file of a directory: what its first line is, all of it is.
             self.passed_over = True
             summary.files_without_traces.append(self.file.path)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-BLOCK_TOKENS = 1 << 18
+BLOCK_TOKENS = 1 << 15
 """Tokens that are numbered at a time, so that they stay in the processor's cache."""
 
 WORTH_THREADS = 1 << 20
@@ -86,15 +86,21 @@ def _numbers(
 ) -> NDArray[np.int32]:
     """`start, start + 1, ...` of each run, one after the other."""
     numbers = np.empty(total, np.int32)
-    ahead = (starts - (ends - lengths)).astype(np.int32)
+    begins = ends - lengths
+    count = np.arange(BLOCK_TOKENS, dtype=np.int32)
     first = 0
     while first < len(ends):
-        begin = int(ends[first] - lengths[first])
-        last = max(int(np.searchsorted(ends, begin + BLOCK_TOKENS, "right")), first + 1)
+        begin = int(begins[first])
+        last = int(np.searchsorted(ends, begin + BLOCK_TOKENS, "right"))
+        if last == first:  # a run longer than a block
+            start, end = int(starts[first]), int(ends[first])
+            numbers[begin:end] = np.arange(start, start + end - begin, dtype=np.int32)
+            first += 1
+            continue
         end = int(ends[last - 1])
-        out = numbers[begin:end]
-        out[:] = np.repeat(ahead[first:last], lengths[first:last])
-        out += np.arange(begin, end, dtype=np.int32)
+        ahead = (starts[first:last] - (begins[first:last] - begin)).astype(np.int32)
+        shift = np.repeat(ahead, lengths[first:last])
+        np.add(shift, count[: end - begin], out=numbers[begin:end])
         first = last
     return numbers
 

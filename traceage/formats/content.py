@@ -12,6 +12,7 @@ import struct
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from io import BufferedReader
 from typing import BinaryIO, Literal
 
 from traceage.errors import TraceError
@@ -45,7 +46,7 @@ def compression_of(path: str) -> Compression:
     return "plain"
 
 
-def _open_or_sealed(path: str) -> BinaryIO:
+def _open_or_sealed(path: str) -> BufferedReader:
     try:
         return open(path, "rb")
     except FileNotFoundError:
@@ -57,31 +58,39 @@ def read_content(path: str, start: int, end: int) -> bytes:
 
     A plain file that has been sealed in the meantime is read from its sealed successor.
     """
-    with _open_or_sealed(path) as file:
+    buffer = bytearray(max(0, end - start))
+    return bytes(memoryview(buffer)[: read_into(buffer, path, start, end)])
+
+
+def read_into(buffer: bytearray, path: str, start: int, end: int) -> int:
+    """As `read_content`, into a buffer that is large enough; how many bytes were read.
+
+    Fresh memory costs as much as reading into it, so whoever reads much reads into old memory.
+    """
+    with _open_or_sealed(path) as file, memoryview(buffer)[: max(0, end - start)] as room:
         frames = seek_table(file)
         if frames is None:
             file.seek(start)
-            return file.read(end - start)
+            return file.readinto(room)
         inside = [f for f in frames if f.start < end and f.start + f.size > start]
         if not inside:
-            return b""
+            return 0
         file.seek(inside[0].stored_start)
         stored = file.read(inside[-1].stored_start + inside[-1].stored_size - file.tell())
         first = inside[0].start
         content = _decompress(path, stored, inside[-1].start + inside[-1].size - first)
-        if start == first and len(content) <= end - start:
-            return content
-        return content[start - first : end - first]
+        wanted = content[start - first : end - first]
+        room[: len(wanted)] = wanted
+        return len(wanted)
 
 
-def _decompress(path: str, stored: bytes, size: int) -> bytes:
+def _decompress(path: str, stored: bytes, size: int) -> memoryview:
     import pyarrow as pa
 
     try:
-        content: bytes = pa.Codec("zstd").decompress(stored, size, asbytes=True)
+        return memoryview(pa.Codec("zstd").decompress(stored, size)).cast("B")
     except OSError as error:
         raise DamagedFile(path, f"damaged zstd frames: {error}") from None
-    return content
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from traceage.formats import platform
 from traceage.formats.content import (
     DamagedFile,
     compression_of,
-    read_content,
+    read_into,
     seek_table,
     stream_content,
 )
@@ -36,6 +36,8 @@ class Part:
     """Content bytes `[start, end)`, for a file that can be entered anywhere."""
     data: bytes | None = None
     """The content itself, where the file can only be read from its start."""
+    goes_on: bool = False
+    """With `data`: it goes on from the part before."""
     whole: bool = False
     """Read the whole file, whatever its compression."""
     line: int | None = None
@@ -48,13 +50,19 @@ class Part:
     row_group: int | None = None
     """Read the episodes of this row group of a platform's Parquet file."""
 
+    @property
+    def begins_line(self) -> bool:
+        """Whether its first byte is the first of a line, whatever came before."""
+        return self.line is not None or (self.start == 0 and not self.goes_on)
+
 
 @dataclass
 class PartRead:
     """The lines that lie wholly in a part, and the pieces of lines at its ends."""
 
-    head: bytes
-    """Up to the first newline of the part; all of it where there is none."""
+    head: bytes | None
+    """Up to the first newline of the part; all of it where there is none. None where the part
+    begins with a line."""
     tail: bytes | None
     """From the last newline of the part on; None where the part holds no newline."""
     block: Block
@@ -65,29 +73,44 @@ class PartRead:
 def read_part(part: Part) -> PartRead:
     """Read one part; runs in a worker process."""
     if part.damaged is not None:
-        return PartRead(b"", None, Block(), part.damaged)
+        return PartRead(None, None, Block(), part.damaged)
     if part.row_group is not None:
         return _read_row_group(part, part.row_group)
+    data: bytes | bytearray
     try:
         if part.data is not None:
             data = part.data
+            end = len(data)
         elif part.whole:
             data = b"".join(stream_content(part.path))
+            end = len(data)
         else:
-            data = read_content(part.path, part.start, part.end)
+            data = _buffer
+            data.extend(bytes(max(0, part.end - part.start - len(data))))
+            end = read_into(data, part.path, part.start, part.end)
     except DamagedFile as error:
-        return PartRead(b"", None, Block(), error.found)
+        return PartRead(None, None, Block(), error.found)
     reader = RecordReader(part.what)
-    first = data.find(b"\n")
+    first = data.find(b"\n", 0, end)
     if first < 0:
-        return PartRead(data, None, reader.finish())
-    last = data.rfind(b"\n") + 1
-    at = first + 1
+        return PartRead(bytes(data[:end]), None, reader.finish())
+    last = data.rfind(b"\n", 0, end) + 1
+    at, head = 0, None
+    if part.begins_line:
+        at = len(_BOM) if part.start == 0 and data.startswith(_BOM) else 0
+    else:
+        at, head = first + 1, bytes(data[:first])
     while at < last:
-        newline = data.find(b"\n", at)
+        newline = data.find(b"\n", at, end)
         reader.read(data, at, newline)
         at = newline + 1
-    return PartRead(data[:first], data[last:], reader.finish())
+    return PartRead(head, bytes(data[last:end]), reader.finish())
+
+
+_buffer = bytearray()
+"""Where a process reads parts into, one after the other."""
+
+_BOM = b"\xef\xbb\xbf"
 
 
 def _read_row_group(part: Part, row_group: int) -> PartRead:
@@ -101,7 +124,7 @@ def _read_row_group(part: Part, row_group: int) -> PartRead:
             continue
         reader.read(record, 0, len(record))
         block.units[before:] = [unit._replace(ship_step=step) for unit in block.units[before:]]
-    return PartRead(b"", b"", reader.finish())
+    return PartRead(None, b"", reader.finish())
 
 
 def platform_parts(path: str, what: What) -> Iterator[Part]:
@@ -136,7 +159,7 @@ def parts_of(path: str, what: What) -> Iterator[Part]:
         yield Part(path, what, whole=True, stored=size)
     else:
         try:
-            for data in stream_content(path):
-                yield Part(path, what, data=data, stored=len(data) // 4)
+            for number, data in enumerate(stream_content(path)):
+                yield Part(path, what, data=data, goes_on=number > 0, stored=len(data) // 4)
         except DamagedFile as error:
             yield Part(path, what, damaged=error.found)

@@ -252,12 +252,12 @@ class RecordReader:
             self.block.kept = kept_arrays(self._kept, self.what.messages)
         return self.block
 
-    def read(self, data: bytes, start: int, end: int) -> None:
+    def read(self, data: bytes | bytearray, start: int, end: int) -> None:
         """Add the line `data[start:end]`; a blank one only counts as a line."""
         number = self.block.lines
         self.block.lines += 1
         arrays = self._arrays
-        text = data[start:end] if arrays is None else squeeze(data, start, end, arrays)
+        text = bytes(data[start:end]) if arrays is None else squeeze(data, start, end, arrays)
         if not text.strip():
             return
         before = self._mark()
@@ -265,13 +265,13 @@ class RecordReader:
             try:
                 record = self._decode(text)
             except (msgspec.DecodeError, RecursionError):
-                self._read_leniently(number, text, data[start:end])
+                self._read_leniently(number, text, bytes(data[start:end]))
             else:
                 # Squeezing shortens a line, or changes no length of an array in it.
                 self._add(number, record, whole=len(text) == end - start)
         except _Doubt:
             self._reset(before)
-            line = data[start:end]
+            line = bytes(data[start:end])
             self._read_leniently(number, line, line)
 
     def _mark(self) -> list[int]:

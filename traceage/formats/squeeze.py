@@ -52,7 +52,10 @@ _BACKSLASH, _T, _F, _M = b"\\tfm"
 
 
 def squeeze(
-    data: bytes, start: int = 0, end: int | None = None, arrays: re.Pattern[bytes] = ALL_ARRAYS
+    data: bytes | bytearray,
+    start: int = 0,
+    end: int | None = None,
+    arrays: re.Pattern[bytes] = ALL_ARRAYS,
 ) -> bytes:
     """The line `data[start:end]` with each per-token array reduced to `[0]`, each mask to a count.
 
@@ -93,12 +96,12 @@ def squeeze(
             kept.append(b"0")
             done = at = close
     if not kept:
-        return data[start:end]
+        return bytes(data[start:end])
     kept.append(view[done:end])
     return b"".join(kept)
 
 
-def _count_true(data: bytes, start: int, end: int) -> int:
+def _count_true(data: bytes | bytearray, start: int, end: int) -> int:
     """How many entries of the mask in `data[start:end]` are true."""
     first = data.find(b"t", start, end)
     if first < 0:
