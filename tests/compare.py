@@ -134,7 +134,8 @@ def assert_same_streams(tokens: pl.DataFrame, rows: Iterable[TokenRow]) -> None:
     for one, other in zip(sorted(ours, key=key), sorted(theirs, key=key), strict=True):
         if one["trainable"] is False:
             one["branches"] = other["branches"]
-        assert one == other, [name for name in TOKEN_COLUMNS if one[name] != other[name]]
+        for name in TOKEN_COLUMNS:
+            assert one[name] == other[name], (name, one[name], other[name], key(other))
 
 
 def assert_same_frame(one: pl.DataFrame, other: pl.DataFrame) -> None:
