@@ -10,7 +10,8 @@ from typing import Any
 
 import polars as pl
 import zstandard
-from reference import Metrics, Record, Stored, TokenRow
+from polars.testing import assert_frame_equal
+from reference import PER_SAMPLED, Metrics, Record, Stored, TokenRow
 from strategies import PLAIN, Style, encode
 
 IDENTITY = ("step", "env", "group_id", "episode_id", "trace_id", "agent", "node", "turn", "index")
@@ -110,6 +111,36 @@ def library_counts(counts: pl.DataFrame, by: Sequence[str]) -> dict[tuple[Any, .
     table = {tuple(row[:-1]): row[-1] for row in rows if row[-1]}
     assert len(table) == sum(1 for row in rows if row[-1]), "a group stands there twice"
     return table
+
+
+# --- tables of tokens, and tables of one another --------------------------------------------------
+
+STREAMS = ("position", "token_id", "is_content", *PER_SAMPLED)
+TOKEN_COLUMNS = (
+    *IDENTITY, *CONTEXT, *OF_A_NODE, *OF_A_TOKEN, "trainable", "age", "branch", "branch_tokens",
+    *STREAMS,
+)  # fmt: skip
+
+
+def assert_same_streams(tokens: pl.DataFrame, rows: Iterable[TokenRow]) -> None:
+    """The tokens table says of every token what the reference says of it, stream by stream."""
+
+    def key(row: Row) -> str:
+        return repr([row[column] for column in (*IDENTITY, "branch")])
+
+    ours = tokens.select(TOKEN_COLUMNS).to_dicts()
+    theirs = [{c: getattr(row, c) for c in TOKEN_COLUMNS} for row in rows if row.index is not None]
+    assert len(ours) == len(theirs)
+    for one, other in zip(sorted(ours, key=key), sorted(theirs, key=key), strict=True):
+        if one["trainable"] is False:
+            one["branches"] = other["branches"]
+        for name in TOKEN_COLUMNS:
+            assert one[name] == other[name], (name, one[name], other[name], key(other))
+
+
+def assert_same_frame(one: pl.DataFrame, other: pl.DataFrame) -> None:
+    """The same rows and dtypes; the order of files is the reader's own affair."""
+    assert_frame_equal(one, other, check_row_order=False, check_exact=True)
 
 
 # --- records -> files -----------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -68,6 +69,16 @@ class TokenRow:
     label: str | None = None
     version: int | None = None
     age: int | None = None
+    position: int | None = None
+    token_id: int | None = None
+    is_content: bool | None = None
+    logprob: float | None = None
+    advantage: float | None = None
+    trainer_logprob: float | None = None
+    reference_logprob: float | None = None
+    entropy: float | None = None
+    branch: int | None = None
+    branch_tokens: int | None = None
 
 
 # --- the message graph ----------------------------------------------------------------------------
@@ -183,6 +194,63 @@ def version_of(label: str | None, *, skip: bool = False) -> int | None:
     return int(label)
 
 
+# --- a node's streams -----------------------------------------------------------------------------
+
+PER_SAMPLED = {
+    "logprob": "logprobs",
+    "advantage": "advantages",
+    "trainer_logprob": "trainer_logprobs",
+    "reference_logprob": "reference_logprobs",
+    "entropy": "entropies",
+}
+"""What a token's value is called, and the stream of its node that holds it."""
+
+
+def ids_of(node: Record) -> list[int]:
+    """The tokens that a node adds to its branch."""
+    return node.get("token_ids") or []
+
+
+def places_of(node: Record, count: int) -> list[int] | None:
+    """Where the sampled tokens stand in the node's `token_ids`; None when nothing tells."""
+    ids, mask = ids_of(node), node.get("mask")
+    if mask is not None:
+        return [at for at in range(len(ids)) if mask[at]] if ids else None
+    return list(range(count)) if len(ids) == count else None
+
+
+def single(value: float | None) -> float | None:
+    """A stored number as a 32-bit float; None for null and NaN."""
+    if value is None or value != value:
+        return None
+    (rounded,) = struct.unpack("f", struct.pack("f", value))
+    return float(rounded)
+
+
+def streams_of(nodes: list[Record], i: int, count: int) -> list[Record]:
+    """What is stamped on each sampled token of a node, and where the token stands."""
+    node = nodes[i]
+    before = sum(len(ids_of(nodes[at])) for at in path_to(nodes, i)[:-1])
+    places = places_of(node, count)
+    content = node.get("is_content")
+    tokens: list[Record] = []
+    for index in range(count):
+        token: Record = {}
+        if places is not None:
+            at = places[index]
+            token["position"] = before + at
+            token["token_id"] = ids_of(node)[at]
+            if content:
+                token["is_content"] = content[at]
+        for name, key in PER_SAMPLED.items():
+            values = node.get(key)
+            # A stream that does not fit is as good as none.
+            if values and len(values) == count:
+                token[name] = single(values[index])
+        tokens.append(token)
+    return tokens
+
+
 # --- records -> token rows ------------------------------------------------------------------------
 
 
@@ -235,12 +303,15 @@ def trace_rows(base: TokenRow, trace: Record, *, skip: bool) -> Iterator[TokenRo
         turn += 1
         if not labels:
             yield of_node
+        streams = streams_of(nodes, i, len(labels))
         for index, label in enumerate(labels):
             version = version_of(label, skip=skip)
             age = None
             if version is not None and base.training_version is not None:
                 age = base.training_version - version
-            yield replace(of_node, index=index, label=label, version=version, age=age)
+            yield replace(
+                of_node, index=index, label=label, version=version, age=age, **streams[index]
+            )
     if turn == 0:
         yield of_trace
 
@@ -319,6 +390,27 @@ def store_rows(
     if not rows:
         rows.append(arrived)
     return rows
+
+
+def sample_rows(stored: Iterable[Stored], rows: Iterable[TokenRow]) -> list[TokenRow]:
+    """The tokens of `rows` once for every training sample that holds them, sample after sample."""
+    tokens: dict[tuple[str | None, int | None], list[TokenRow]] = {}
+    for row in rows:
+        if row.index is not None:
+            tokens.setdefault((row.trace_id, row.node), []).append(row)
+    found: list[TokenRow] = []
+    for record, _, _ in stored:
+        for trace in [record] if "traces" not in record else record["traces"] or []:
+            nodes: list[Record] = trace.get("nodes") or []
+            for branch, leaf in enumerate(leaves_of(nodes)):
+                if not is_trainable(trace) or not is_training_sample(nodes, leaf):
+                    continue
+                path = path_to(nodes, leaf)
+                width = sum(len(ids_of(nodes[i])) for i in path)
+                for i in path:
+                    for row in tokens.get((trace["id"], i), ()):
+                        found.append(replace(row, branch=branch, branch_tokens=width))
+    return found
 
 
 # --- token rows -> ages and metrics ---------------------------------------------------------------

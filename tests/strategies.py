@@ -120,6 +120,10 @@ def mask_of(rng: Random, count: int) -> list[bool]:
     return mask + [False] * (count in holes)
 
 
+# What a consumer stamps on a node, a value a sampled token.
+STAMPED = ("advantages", "trainer_logprobs", "reference_logprobs", "entropies")
+
+
 def logprob(rng: Random) -> float | None:
     return rng.choice([-rng.random(), -20 * rng.random(), 0.0, -1e-9, float("nan"), None])
 
@@ -144,15 +148,22 @@ def sampled_nodes(draw: st.DrawFn) -> Record:
         "message": message(rng, "assistant"),
         "sampled": True,
         "timestamp": 1.7e9 + rng.random(),
-        "token_ids": [7 + i for i in range(len(mask))],
+        "token_ids": [rng.randrange(200_000) for _ in mask],
         "mask": mask,
         "is_content": [],
         "logprobs": [logprob(rng) for _ in range(count)],
         "weight_versions": spans,
     }
     if rng.random() < 0.3:
-        node["advantages"] = [0.25] * count
+        node["is_content"] = [rng.random() < 0.5 for _ in mask]
+    if rng.random() < 0.3:
         node["loss_weights"] = {"rl": [1.0] * len(mask)}
+    for stream in STAMPED:
+        luck = rng.random()
+        if luck < 0.5:
+            node[stream] = [logprob(rng) for _ in range(count)]
+        elif luck < 0.7:
+            node[stream] = rng.choice([None, []])
 
     if counted_by == "mask":
         lose(rng, node, "logprobs", "weight_versions")

@@ -21,11 +21,32 @@ from traceage.cli import main
 DATA = Path(__file__).parent.parent / "data"
 STORE, STEPS = str(DATA / "real-dump"), str(DATA / "real-dump-steps")
 
-KEYS = """step training_version episodes traces sampled_tokens labelled_tokens default_tokens
-unlabelled_tokens coverage not_shipped mixed_nodes sampled_nodes off_policy/token/mean
-off_policy/token/max off_policy/token/min off_policy/token/p50 off_policy/token/p95
-off_policy/token/p99 off_policy/mean off_policy/max off_policy/in_flight/mean
-off_policy/in_flight/max off_policy/in_queue/mean off_policy/in_queue/max""".split()
+KEYS = [
+    "step",
+    "training_version",
+    "episodes",
+    "traces",
+    "sampled_tokens",
+    "labelled_tokens",
+    "default_tokens",
+    "unlabelled_tokens",
+    "coverage",
+    "not_shipped",
+    "mixed_nodes",
+    "sampled_nodes",
+    "off_policy/token/mean",
+    "off_policy/token/max",
+    "off_policy/token/min",
+    "off_policy/token/p50",
+    "off_policy/token/p95",
+    "off_policy/token/p99",
+    "off_policy/mean",
+    "off_policy/max",
+    "off_policy/in_flight/mean",
+    "off_policy/in_flight/max",
+    "off_policy/in_queue/mean",
+    "off_policy/in_queue/max",
+]
 
 
 def traceage(*arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
@@ -151,37 +172,35 @@ def test_a_closed_pipe_is_no_error() -> None:
     assert done.stderr == ""
 
 
+def children(pid: int) -> list[int]:
+    threads = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for thread in threads for child in thread.read_text().split()]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc to see processes")
 def test_interrupting_ends_workers_and_leaves_no_file(tmp_path: Path) -> None:
-    # A pipe that never ends stands for a source that takes long to read.
-    source = tmp_path / "endless.jsonl"
+    source = tmp_path / "long.jsonl"
     line = json.dumps({"id": "t", "nodes": [{"sampled": True, "mask": [True] * 50_000}]}) + "\n"
-    source.write_text(line * 800)
-    out = tmp_path / "out.json"
+    source.write_text(line * 1_200)
+    command = ["metrics", str(source), "--step", "1", "--on-error", "skip", "-o"]
     process = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "traceage",
-            "metrics",
-            str(source),
-            "--step",
-            "1",
-            "--on-error",
-            "skip",
-            "--format",
-            "json",
-            "-o",
-            str(out),
-        ],
+        [sys.executable, "-m", "traceage", *command, str(tmp_path / "out.txt")],
         stderr=subprocess.PIPE,
         text=True,
+        start_new_session=True,
     )
-    time.sleep(1.0)
-    process.send_signal(signal.SIGINT)
+    while not (workers := children(process.pid)):
+        assert process.poll() is None, "it ended before it was interrupted"
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the workers get it too
     _, said = process.communicate(timeout=30)
     assert process.returncode == 130
-    assert "interrupted" in said
-    assert os.listdir(tmp_path) == ["endless.jsonl"]
+    assert said == "traceage: interrupted\n"
+    assert os.listdir(tmp_path) == ["long.jsonl"]
+    until = time.monotonic() + 10
+    while any(Path(f"/proc/{worker}").exists() for worker in workers):
+        assert time.monotonic() < until, "workers outlive the command"
+        time.sleep(0.05)
 
 
 def test_help_names_every_command() -> None:

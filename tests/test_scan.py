@@ -17,8 +17,10 @@ from polars.testing import assert_frame_equal
 
 import traceage as ta
 from traceage.errors import ReadSummary
-from traceage.formats import content
-from traceage.formats.content import Part, read_content, seek_table
+from traceage.formats import content, parts
+from traceage.formats.content import read_content, seek_table
+from traceage.formats.parts import Part
+from traceage.formats.records import What
 from traceage.formats.trace_store import TraceStore
 from traceage.schema import SPANS
 from traceage.sources import find_files
@@ -109,7 +111,7 @@ def test_where_a_file_is_cut_changes_nothing(
     as_lines(tmp_path / "x")
     whole = ta.scan_spans(tmp_path / "x", step=5).collect()
     store = ta.scan_spans(STORE).collect()
-    monkeypatch.setattr(content, "PART_BYTES", part_bytes if part_bytes > 100 else 5_000)
+    monkeypatch.setattr(parts, "PART_BYTES", part_bytes if part_bytes > 100 else 5_000)
     assert_frame_equal(ta.scan_spans(tmp_path / "x", step=5).collect(), whole)
     assert_frame_equal(ta.scan_spans(STORE).collect(), store)
 
@@ -138,7 +140,7 @@ def test_a_large_archive_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.M
     path = tmp_path / "traces.jsonl.gz"
     path.write_bytes(gzip.compress(lines))
     plain = ta.scan_spans(tmp_path / "plain", step=5).collect()
-    monkeypatch.setattr(content, "PART_BYTES", 10_000)
+    monkeypatch.setattr(parts, "PART_BYTES", 10_000)
     assert_frame_equal(ta.scan_spans(path, step=5).collect().drop("file"), plain.drop("file"))
 
 
@@ -194,7 +196,7 @@ def test_every_public_name_is_there() -> None:
     ],
 )
 def test_any_folder_of_a_trace_store(inside: str) -> None:
-    spans, summary = read(os.path.join(STORE, inside))
+    spans, _ = read(os.path.join(STORE, inside))
     assert_frame_equal(spans, ta.scan_spans(STORE).collect())
 
 
@@ -288,7 +290,7 @@ def test_a_chunk_sealed_while_it_is_read(tmp_path: Path) -> None:
     chunk = STORE / "monitors/file/traces/stream/00000.jsonl.zst"
     whole = b"".join(content.stream_content(str(chunk)))
     (tmp_path / "00000.jsonl.zst").write_bytes(chunk.read_bytes())
-    part = Part(str(tmp_path / "00000.jsonl"), False, 1_000, 90_000)
+    part = Part(str(tmp_path / "00000.jsonl"), What(), 1_000, 90_000)
     assert read_content(part.path, part.start, part.end) == whole[1_000:90_000]
 
 

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from traceage.ages import age as age
     from traceage.ages import node_policy_versions as node_policy_versions
     from traceage.ages import token_policy_ages as token_policy_ages
+    from traceage.convert import read_dump_schema as read_dump_schema
+    from traceage.convert import write_dump as write_dump
     from traceage.counts import age_counts as age_counts
     from traceage.counts import merge_counts as merge_counts
     from traceage.errors import ReadSummary as ReadSummary
@@ -25,6 +27,10 @@ if TYPE_CHECKING:
     from traceage.metrics import off_policy_metrics as off_policy_metrics
     from traceage.report import write_report as write_report
     from traceage.scan import scan_spans as scan_spans
+    from traceage.scan import scan_tokens as scan_tokens
+    from traceage.tokens import explode as explode
+    from traceage.tokens import to_numpy as to_numpy
+    from traceage.tokens import to_torch as to_torch
 
 __version__ = "0.1.0"
 
@@ -34,6 +40,8 @@ _HOME = {
     "age": "ages",
     "node_policy_versions": "ages",
     "token_policy_ages": "ages",
+    "read_dump_schema": "convert",
+    "write_dump": "convert",
     "age_counts": "counts",
     "merge_counts": "counts",
     "ReadSummary": "errors",
@@ -45,6 +53,10 @@ _HOME = {
     "off_policy_metrics": "metrics",
     "write_report": "report",
     "scan_spans": "scan",
+    "scan_tokens": "scan",
+    "explode": "tokens",
+    "to_numpy": "tokens",
+    "to_torch": "tokens",
 }
 
 __all__ = ["__version__", *sorted(_HOME)]

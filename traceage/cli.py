@@ -1,4 +1,4 @@
-"""The command line: `traceage report` and `traceage metrics`.
+"""The command line: `traceage report`, `metrics`, `tokens` and `convert`.
 
 Results go to stdout, or to a file that appears only when it is whole; everything else goes to
 stderr. Exit status: 0 all was read; 2 wrong usage, or an input that cannot be counted; 3 something
@@ -14,13 +14,14 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from traceage import __version__
 from traceage.errors import ReadSummary, TraceError
 
 if TYPE_CHECKING:
-    import polars as pl
+    from traceage.metrics import Tally
+    from traceage.scan import ReadingOptions
 
 OK, BAD_INPUT, SKIPPED, INTERRUPTED = 0, 2, 3, 130
 
@@ -53,10 +54,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"traceage {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    reading = _reading_options()
+    source, reading = _source_options(), _reading_options()
     report = commands.add_parser(
         "report",
-        parents=[reading],
+        parents=[source, reading],
         help="print how stale each step's batch was, and write a page with figures",
         description="Print a table, a row a step, and write a self-contained HTML page with the "
         "same table and figures.",
@@ -68,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
 
     metrics = commands.add_parser(
         "metrics",
-        parents=[reading],
+        parents=[source, reading],
         help="the numbers alone, as a table, JSON, CSV or Parquet",
         description="Off-policy metrics, a row a group; every figure of them as JSON, CSV or "
         "Parquet.",
@@ -89,23 +90,71 @@ def _parser() -> argparse.ArgumentParser:
         "-o", "--output", metavar="FILE", help="write here and not to standard output"
     )
     metrics.set_defaults(command=_metrics)
+
+    tokens = commands.add_parser(
+        "tokens",
+        parents=[source, reading],
+        help="a row a sampled token, as Parquet",
+        description="Write a row a sampled token, with its age and the streams that were stamped, "
+        "to a Parquet file.",
+    )
+    tokens.add_argument(
+        "-o", "--output", metavar="OUT.parquet", required=True, help="the file to write"
+    )
+    tokens.add_argument(
+        "--columns",
+        metavar="COLUMN[,COLUMN...]",
+        help="what to write (default: step, env, trace_id, node, index, age and version)",
+    )
+    tokens.add_argument(
+        "--labelled-only", action="store_true", help="leave out tokens without a version"
+    )
+    tokens.set_defaults(command=_tokens)
+
+    convert = commands.add_parser(
+        "convert",
+        parents=[source],
+        help="any source into a Parquet dump",
+        description="Write all traces, of every kind, to a Parquet dump: a row a trace, in hive "
+        "partitions by step. Running it again goes on where it was stopped, and takes up what is "
+        "new.",
+    )
+    convert.add_argument("-o", "--output", metavar="DIR", required=True, help="the dump")
+    convert.add_argument("--messages", action="store_true", help="keep the messages' text")
+    convert.set_defaults(command=_convert)
     return parser
 
 
-def _reading_options() -> argparse.ArgumentParser:
-    """The options shared by every command that reads traces."""
+def _source_options() -> argparse.ArgumentParser:
+    """What every command that reads traces takes."""
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument(
         "source",
         nargs="+",
         metavar="SOURCE",
-        help="a run directory or any folder in it, a .jsonl, .jsonl.gz or .jsonl.zst file, or a "
-        "glob; several add up",
+        help="a run directory or any folder in it, a .jsonl, .jsonl.gz or .jsonl.zst file, a "
+        "Parquet dump, the platform's sample Parquet, or a glob; several add up",
     )
     reading = parser.add_argument_group("reading")
     reading.add_argument(
         "--step", type=int, metavar="N", help="the step of files that have none in their path"
     )
+    reading.add_argument(
+        "--on-error",
+        choices=["raise", "skip"],
+        default="raise",
+        help="stop at the first fault, or skip, count and report it (default: raise)",
+    )
+    reading.add_argument(
+        "--quiet", action="store_true", help="no progress and no notes on standard error"
+    )
+    return parser
+
+
+def _reading_options() -> argparse.ArgumentParser:
+    """What a command takes that counts some of the traces."""
+    parser = argparse.ArgumentParser(add_help=False)
+    reading = parser.add_argument_group("what to count")
     reading.add_argument(
         "--training-version",
         type=_training_version,
@@ -137,15 +186,6 @@ def _reading_options() -> argparse.ArgumentParser:
         "--version-pattern",
         metavar="REGEX",
         help="reads the version out of labels that are not plain integers; one group",
-    )
-    reading.add_argument(
-        "--on-error",
-        choices=["raise", "skip"],
-        default="raise",
-        help="stop at the first fault, or skip, count and report it (default: raise)",
-    )
-    reading.add_argument(
-        "--quiet", action="store_true", help="no progress and no notes on standard error"
     )
     return parser
 
@@ -200,30 +240,76 @@ def _metrics(options: argparse.Namespace) -> int:
     return _close(options, summary)
 
 
-def _tally(options: argparse.Namespace, by: list[str]) -> tuple[Any, ReadSummary]:
-    from traceage.metrics import Tally
-    from traceage.scan import scan_spans
+def _tokens(options: argparse.Namespace) -> int:
+    from traceage.scan import scan_tokens
+    from traceage.schema import TOKENS
+
+    default = "step,env,trace_id,node,index,age,version"
+    columns = [name.strip() for name in (options.columns or default).split(",") if name.strip()]
+    for name in columns:
+        if name not in TOKENS:
+            raise ValueError(f"no column {name!r} of tokens; there are {', '.join(TOKENS)}")
+    summary = ReadSummary()
+    tokens = scan_tokens(
+        options.source,
+        columns,
+        labelled_only=options.labelled_only,
+        weighting=options.weighting,
+        **_reading(options, summary),
+    )
+    _write_whole(options.output, lambda path: tokens.sink_parquet(path, compression="zstd"))
+    _say(options, f"wrote {options.output}")
+    return _close(options, summary)
+
+
+def _convert(options: argparse.Namespace) -> int:
+    from traceage.convert import write_dump
 
     summary = ReadSummary()
-    spans: pl.LazyFrame = scan_spans(
+    done = write_dump(
         options.source,
+        options.output,
+        messages=options.messages,
         step=options.step,
-        training_version=options.training_version,
-        kind=options.kind,
-        subset=options.subset,
-        include_frozen=options.include_frozen,
-        version_pattern=options.version_pattern,
         on_error=options.on_error,
         quiet=options.quiet,
         summary=summary,
     )
-    tally = Tally(spans, by, options.weighting)
+    new = done.filter("written")
+    _say(
+        options,
+        f"{options.output}: {done['traces'].sum():,} traces, {done['tokens'].sum():,} sampled "
+        f"tokens from {done.height:,} files, {new.height:,} of them converted now",
+    )
+    return _close(options, summary)
+
+
+def _tally(options: argparse.Namespace, by: list[str]) -> tuple[Tally, ReadSummary]:
+    from traceage.metrics import Tally
+    from traceage.scan import scan_spans
+
+    summary = ReadSummary()
+    tally = Tally(scan_spans(options.source, **_reading(options, summary)), by, options.weighting)
     if not tally.totals["sampled_tokens"].sum() and not summary.not_shipped:
         raise TraceError(
-            f"{', '.join(options.source)}: no sampled tokens at all in {summary.episodes:,} episodes; "
-            "were the traces written with token ids and masks, by trainable agents?"
+            f"{', '.join(options.source)}: no sampled tokens at all in {summary.episodes:,} "
+            "episodes; were the traces written with token ids and masks, by trainable agents?"
         )
     return tally, summary
+
+
+def _reading(options: argparse.Namespace, summary: ReadSummary) -> ReadingOptions:
+    return {
+        "step": options.step,
+        "training_version": options.training_version,
+        "kind": options.kind,
+        "subset": options.subset,
+        "include_frozen": options.include_frozen,
+        "version_pattern": options.version_pattern,
+        "on_error": options.on_error,
+        "quiet": options.quiet,
+        "summary": summary,
+    }
 
 
 def _close(options: argparse.Namespace, summary: ReadSummary) -> int:

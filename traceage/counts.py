@@ -13,7 +13,7 @@ from typing import Literal
 import polars as pl
 
 from traceage.ages import age
-from traceage.schema import SPANS, TOKENS
+from traceage.schema import COUNT, SPANS
 
 Weighting = Literal["nodes", "branches"]
 
@@ -65,13 +65,13 @@ def merge_counts(*counts: pl.DataFrame) -> pl.DataFrame:
     """
     both = pl.concat(counts, how="vertical_relaxed")
     keys = [name for name in both.columns if name != "tokens"]
-    total = both.group_by(keys).agg(pl.col("tokens").sum().cast(TOKENS))
+    total = both.group_by(keys).agg(pl.col("tokens").sum().cast(COUNT))
     return total.filter(pl.col("tokens") > 0).sort(keys, nulls_last=True)
 
 
 def tokens(weighting: Weighting) -> pl.Expr:
     """The tokens that a row of the spans table stands for: Int64."""
-    length = pl.col("length").cast(TOKENS)
+    length = pl.col("length").cast(COUNT)
     return (length * pl.col("branches") if weighting == "branches" else length).alias("tokens")
 
 
@@ -83,8 +83,7 @@ def read_batches(
     There is always at least one batch, so that what is made of no rows has columns.
     Raises `ValueError` for an unknown weighting, `ColumnNotFoundError` for an unknown column.
     """
-    if weighting not in ("nodes", "branches"):
-        raise ValueError(f"weighting {weighting!r} is neither 'nodes' nor 'branches'")
+    check_weighting(weighting)
     columns = list(dict.fromkeys([*columns, *(["branches"] if weighting == "branches" else [])]))
     selected = spans.lazy().select(columns)
     yield pl.DataFrame(schema=selected.collect_schema())
@@ -92,6 +91,12 @@ def read_batches(
         yield spans.select(columns)
     else:
         yield from selected.collect_batches()
+
+
+def check_weighting(weighting: str) -> None:
+    """Raise `ValueError` for a weighting that there is not."""
+    if weighting not in ("nodes", "branches"):
+        raise ValueError(f"weighting {weighting!r} is neither 'nodes' nor 'branches'")
 
 
 def check_groups(by: Sequence[str]) -> None:

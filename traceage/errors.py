@@ -71,11 +71,15 @@ class ReadSummary:
     """Labels that are neither `default` nor an integer: the spans that carry each."""
     torn: list[str] = field(default_factory=list)
     """Files whose last line was still being written, as `file:line`."""
+    unfinished_dumps: list[str] = field(default_factory=list)
+    """Dumps whose conversion is still running, or was cut off."""
     files_without_traces: list[str] = field(default_factory=list)
     """JSONL files met in a directory whose lines are neither episodes nor traces."""
     lines_read: int = 0
     episodes: int = 0
     """Episodes (and bare traces) that were read, before any of the selections below."""
+    without_record: int = 0
+    """Rows of platform Parquet files whose episode record was dropped for its size."""
     other_kind: int = 0
     """Episodes of another kind than the one asked for."""
     not_shipped: int = 0
@@ -101,7 +105,7 @@ class ReadSummary:
             kept.append(str(problem))
 
     def lines(self) -> list[str]:
-        """What a person should know about this reading, a sentence each; empty when all was read."""
+        """What a person should know about this reading, a sentence each; none when all is well."""
         said = []
         for reason, count in self.problems.most_common():
             said.append(f"skipped {count:,} x {reason}; first: {self.examples[reason][0]}")
@@ -110,13 +114,22 @@ class ReadSummary:
         if self.torn:
             shown = ", ".join(self.torn[:3]) + (", ..." if len(self.torn) > 3 else "")
             said.append(f"last line still being written, left out: {shown}")
+        for dump in self.unfinished_dumps:
+            said.append(
+                f"{dump}: this dump is not finished; run its conversion again to complete it"
+            )
         if self.files_without_traces:
             names = self.files_without_traces
             shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
             said.append(f"{len(names)} files hold no traces and were passed over: {shown}")
+        if self.without_record:
+            said.append(
+                f"{self.without_record:,} platform rows hold no native_wrapper (their episodes "
+                "were too large to upload whole): their tokens are not counted"
+            )
         if self.traces_not_shipped:
             said.append(
-                f"{self.traces_not_shipped:,} traces of shipped episodes were themselves not shipped"
+                f"{self.traces_not_shipped:,} traces were not shipped although their episode was"
             )
         return said
 

@@ -17,7 +17,7 @@ import polars as pl
 from traceage.ages import age, completions, field
 from traceage.counts import Weighting, check_groups, merge_counts, read_batches, tokens
 from traceage.errors import TraceError
-from traceage.schema import TOKENS
+from traceage.schema import COUNT
 from traceage.spans import DEFAULT_LABEL, LabelReader
 
 QUANTILES = (50, 95, 99)
@@ -149,7 +149,7 @@ class Tally:
     def _sum(self, frame: pl.DataFrame, *columns: str) -> pl.DataFrame:
         """`columns` summed by group; a leading `age` is part of the group."""
         keys = [*self.by, *(["age"] if columns[0] == "age" else [])]
-        sums = [pl.col(name).sum().cast(TOKENS) for name in columns if name != "age"]
+        sums = [pl.col(name).sum().cast(COUNT) for name in columns if name != "age"]
         return frame.group_by(keys).agg(sums) if keys else frame.select(sums)
 
     def _totals(self, batch: pl.DataFrame, weighting: Weighting) -> pl.DataFrame:
@@ -207,11 +207,11 @@ class Tally:
         lowest, highest = pl.col("lowest").min(), pl.col("highest").max()
         figures = [
             pl.when(lowest == highest).then(lowest).alias("training_version"),
-            pl.col("counted").sum().cast(TOKENS).alias("episodes"),
-            pl.col("traces").sum().cast(TOKENS),
+            pl.col("counted").sum().cast(COUNT).alias("episodes"),
+            pl.col("traces").sum().cast(COUNT),
             pl.when(pl.col("told").any())
             .then((pl.col("told") & ~pl.col("taken")).sum())
-            .cast(TOKENS)
+            .cast(COUNT)
             .alias("not_shipped"),
         ]
         for column, name in EPISODE_FIGURES.items():
@@ -231,7 +231,7 @@ class Tally:
         ages = pl.col("age")
         # Whole percentages keep the comparison in integers, hence exact.
         figures = [
-            ((ages.cast(TOKENS) * weight).sum() / weight.sum()).alias("mean"),
+            ((ages.cast(COUNT) * weight).sum() / weight.sum()).alias("mean"),
             ages.max().alias("max"),
             ages.min().alias("min"),
             *(
@@ -298,12 +298,12 @@ def batch_metrics(
     Raises:
         TraceError: for spans that do not fit their node and for a label that is no version.
 
-    >>> episode = {"run": {"work": {"policy": {"start": 9, "end": 10}}}, "traces": [{"nodes": [
-    ...     {"sampled": True, "mask": [True] * 4, "weight_versions": [
-    ...         {"version": "9", "start": 0, "end": 1}, {"version": "10", "start": 1, "end": 4}]}]}]}
-    >>> metrics = batch_metrics([episode], step=12)
-    >>> metrics["off_policy/token/mean"], metrics["off_policy/mean"], metrics["off_policy/in_queue/max"]
-    (1.25, 2.0, 1)
+    >>> node = {"sampled": True, "mask": [True] * 4, "weight_versions": [
+    ...     {"version": "9", "start": 0, "end": 1}, {"version": "10", "start": 1, "end": 4}]}
+    >>> run = {"work": {"policy": {"start": 9, "end": 10}}}
+    >>> metrics = batch_metrics([{"run": run, "traces": [{"nodes": [node]}]}], step=12)
+    >>> metrics["off_policy/token/mean"], metrics["off_policy/mean"]
+    (1.25, 2.0)
     """
     trained = step - 1 if training_version is None else training_version
     read = LabelReader(version_pattern)

@@ -56,5 +56,33 @@ An empty completion, a trace without completions and an episode without traces a
 length 0 each (with `node`, or `trace_id` too, null), so that they can be counted.
 """
 
-AGE = pl.Int32()
-TOKENS = pl.Int64()
+TOKENS: dict[str, pl.DataType] = {
+    **{name: dtype for name, dtype in SPANS.items() if name not in ("start", "end", "length")},
+    "branch": pl.Int32(),
+    "branch_tokens": pl.Int32(),
+    "index": pl.Int32(),
+    "position": pl.Int32(),
+    "age": pl.Int32(),
+    "token_id": pl.Int32(),
+    "logprob": pl.Float32(),
+    "advantage": pl.Float32(),
+    "trainer_logprob": pl.Float32(),
+    "reference_logprob": pl.Float32(),
+    "entropy": pl.Float32(),
+    "is_content": pl.Boolean(),
+}
+"""The tokens table, a row a sampled token: the columns of its span, and
+
+- `branch`, `branch_tokens`: with `weighting="branches"`, the index of the branch among the trace's
+  leaves and how many tokens its `token_ids` have; null otherwise;
+- `index`: place among the sampled tokens of its node; `position`: place in the `token_ids` of
+  every branch that holds it;
+- `age`: null without a version;
+- `token_id`, and the streams that were stamped; null where they were not.
+"""
+
+RUN_COLUMNS = {**SPANS, "branch": TOKENS["branch"], "branch_tokens": TOKENS["branch_tokens"]}
+"""The columns of either table that are known of a whole run."""
+
+COUNT = pl.Int64()
+"""The type of every count of tokens, episodes, traces and nodes."""

@@ -12,15 +12,19 @@ import glob
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from traceage.errors import TraceError
+from traceage.formats.dump import dump_metadata
+from traceage.formats.platform import is_platform
 from traceage.formats.trace_store import TraceStore
 
 Subset = Literal["effective", "all"]
+Format = Literal["lines", "platform", "dump", "unknown"]
+"""Lines of JSON; platform samples; our own dump; a Parquet file that is neither."""
 
-_TRACES = re.compile(r".*\.jsonl(\.gz|\.zst)?")
+_TRACES = re.compile(r".*\.(jsonl(\.gz|\.zst)?|parquet)")
 _SIDE_FILE = re.compile(r"metrics\.jsonl(\.gz|\.zst)?|.*\.index\.jsonl")
 _SIDE_FOLDERS = {"token_exports", "live", "annotations"}
 _STEP = re.compile(r"step[_=](\d+)")
@@ -37,15 +41,20 @@ class SourceFile:
     subset: str | None = None
     store: TraceStore | None = None
     chunk: int | None = None
+    format: Format = "lines"
+    cohort: str | None = None
+    """What the file's run is known by, where its place does not tell."""
     named: bool = False
     """The user named this very file: it has to hold traces."""
 
 
 def find_files(
     sources: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
-    subset: Subset | None = None,
+    subset: Subset | Literal["both"] | None = None,
 ) -> list[SourceFile]:
     """The files that hold traces in `sources`, each once, in order of step and name.
+
+    Of two copies of a step the one of `subset` is taken, or, with `"both"`, both.
 
     Raises `TraceError` when a source does not exist, or holds no file of traces.
     """
@@ -103,7 +112,8 @@ def _files_at(path: str) -> Iterator[SourceFile]:
             if _TRACES.fullmatch(name) and not _SIDE_FILE.fullmatch(name):
                 file = _describe(os.path.join(folder, name))
                 in_rollouts = "rollouts" in os.path.abspath(file.path).split(os.sep)
-                (run if file.step is not None and in_rollouts else loose).append(file)
+                mine = file.format == "dump" or (file.step is not None and in_rollouts)
+                (run if mine else loose).append(file)
     yield from run or loose
 
 
@@ -130,11 +140,44 @@ def _describe(
             kind = part
         elif step is not None and part in ("effective", "all"):
             subset = part
-    return SourceFile(path, size, step, kind, subset, named=named)
+    file = SourceFile(path, size, step, kind, subset, named=named)
+    with open(path, "rb") as opened:
+        return _describe_parquet(file) if opened.read(4) == b"PAR1" else file
 
 
-def _choose_subset(files: Sequence[SourceFile], subset: Subset | None) -> list[SourceFile]:
+def _describe_parquet(file: SourceFile) -> SourceFile:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        schema = pq.read_schema(file.path)
+    except pa.ArrowException as error:
+        raise TraceError(f"{file.path}: damaged Parquet file: {error}; restore it") from None
+    if (kept := dump_metadata(schema)) is not None:
+        return replace(
+            file,
+            step=kept.step,
+            kind=kept.kind,
+            subset=kept.subset,
+            cohort=kept.cohort,
+            format="dump",
+        )
+    if is_platform(schema):
+        return replace(file, step=None, kind=None, subset=None, format="platform")
+    if file.named:
+        raise TraceError(
+            f"{file.path}: neither a dump of traceage nor platform samples, but a Parquet file "
+            f"with the columns {', '.join(schema.names[:8])}; give a file of traces"
+        )
+    return replace(file, format="unknown")
+
+
+def _choose_subset(
+    files: Sequence[SourceFile], subset: Subset | Literal["both"] | None
+) -> list[SourceFile]:
     """One copy of each run's steps: the one asked for, else `effective` where a run has both."""
+    if subset == "both":
+        return list(files)
     if subset is not None:
         chosen = [file for file in files if file.subset in (None, subset)]
         if not chosen:
@@ -144,13 +187,15 @@ def _choose_subset(files: Sequence[SourceFile], subset: Subset | None) -> list[S
             )
         return chosen
     # By run and not by step: the newest step may have arrivals and no batch yet.
-    trained = {_cohort(file) for file in files if file.subset == "effective"}
-    return [file for file in files if file.subset != "all" or _cohort(file) not in trained]
+    trained = {(cohort_of(file), file.kind) for file in files if file.subset == "effective"}
+    return [f for f in files if f.subset != "all" or (cohort_of(f), f.kind) not in trained]
 
 
-def _cohort(file: SourceFile) -> tuple[str, str | None]:
-    steps = re.split(r"[\\/]step[_=]\d+(?=[\\/])", os.path.abspath(file.path))
-    return steps[0], file.kind
+def cohort_of(file: SourceFile) -> str:
+    """What the run of a file is known by: where its steps lie."""
+    if file.cohort is not None:
+        return file.cohort
+    return re.split(r"[\\/]step[_=]\d+(?=[\\/])", os.path.abspath(file.path))[0]
 
 
 def _same(one: str, other: str) -> bool:

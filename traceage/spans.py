@@ -19,7 +19,7 @@ DEFAULT_LABEL = "default"
 INT32_MAX = 2**31 - 1
 
 Run = tuple[int, int, "str | None"]
-"""`(start, end, label)`: completion tokens `[start, end)`; the label is None where there was none."""
+"""`(start, end, label)`: completion tokens `[start, end)`; no label is None."""
 
 
 class SpanError(ValueError):

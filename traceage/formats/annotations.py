@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 from traceage.errors import TraceError
 from traceage.formats.content import read_content, seek_table, stream_content
-from traceage.formats.trace_store import _chunks
+from traceage.formats.trace_store import chunks_of
 
 _BLOCK = 4 << 20
 """Content bytes read at a time. The frames of a sealed chunk hold as many, so that reading a block
@@ -285,7 +285,7 @@ def _producers(directory: str) -> list[str]:
             names.add(entry.name)
         elif match := _FILE.fullmatch(entry.name):
             names.add(match[1])
-    return sorted(name for name in names if _chunks(directory, name))
+    return sorted(name for name in names if chunks_of(directory, name))
 
 
 def _places(directory: str, producer: str) -> _Places:
@@ -308,7 +308,7 @@ def _rows(directory: str, producer: str) -> Iterator[tuple[str, int, int]]:
         for _, row in _decoded(index, _row):
             yield row.trace_id, _ONE_FILE if row.chunk is None else row.chunk, row.offset
     else:
-        for number, path in _chunks(directory, producer):
+        for number, path in chunks_of(directory, producer):
             for offset, line in _decoded(path, _line):
                 yield line.trace_id, number, offset
 

@@ -1,10 +1,7 @@
-"""Files of lines, plain or compressed -> stretches of their content, ready to be worked on apart.
+"""Files, plain or compressed -> stretches of their content.
 
 A plain file and a seekable zstd file (independent frames and a table of them at the end) can be
-entered anywhere: they are cut into parts that worker processes read on their own, each from the
-first line that begins in its part to the last newline in it. The two ends go back to the reader,
-which joins the end of one part to the beginning of the next, so nothing is read or decompressed
-twice. A gzip file, or a zstd file without a table, can only be read from its start.
+entered anywhere. A gzip file, or a zstd file without a table, can only be read from its start.
 """
 
 from __future__ import annotations
@@ -15,15 +12,12 @@ import struct
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from io import BufferedReader
 from typing import BinaryIO, Literal
 
 from traceage.errors import TraceError
-from traceage.formats.records import Block, RecordReader
 
 Compression = Literal["plain", "gzip", "zstd"]
-
-PART_BYTES = 16 << 20
-"""Content a worker is given at a time."""
 
 _SEEK_MAGIC = 0x8F92EAB1
 _SKIPPABLE_MAGIC = 0x184D2A5E
@@ -41,41 +35,6 @@ class DamagedFile(TraceError):
 FIX_DAMAGED = "wait until the file is written, or restore it"
 
 
-@dataclass(frozen=True)
-class Part:
-    """A stretch of one file's content: what one worker reads at a time."""
-
-    path: str
-    include_frozen: bool
-    start: int = 0
-    end: int = 0
-    """Content bytes `[start, end)`, for a file that can be entered anywhere."""
-    data: bytes | None = None
-    """The content itself, where the file can only be read from its start."""
-    whole: bool = False
-    """Read the whole file, whatever its compression."""
-    line: int | None = None
-    """Where the part begins at the start of a line and does not go on from the part before: the
-    number of lines before it in its file."""
-    stored: int = 0
-    """Bytes it takes on disk, roughly; for progress."""
-    damaged: str | None = None
-    """What is wrong with the compressed data from here on."""
-
-
-@dataclass
-class PartRead:
-    """The lines that lie wholly in a part, and the pieces of lines at its ends."""
-
-    head: bytes
-    """Up to the first newline of the part; all of it where there is none."""
-    tail: bytes | None
-    """From the last newline of the part on; None where the part holds no newline."""
-    block: Block
-    damaged: str | None = None
-    """Why the part, and with it the rest of its file, cannot be read."""
-
-
 def compression_of(path: str) -> Compression:
     """How a file is compressed, by its first bytes."""
     with open(path, "rb") as file:
@@ -87,30 +46,11 @@ def compression_of(path: str) -> Compression:
     return "plain"
 
 
-def read_part(part: Part) -> PartRead:
-    """Read one part; runs in a worker process."""
-    if part.damaged is not None:
-        return PartRead(b"", None, Block(), part.damaged)
+def _open_or_sealed(path: str) -> BufferedReader:
     try:
-        if part.data is not None:
-            data = part.data
-        elif part.whole:
-            data = b"".join(stream_content(part.path))
-        else:
-            data = read_content(part.path, part.start, part.end)
-    except DamagedFile as error:
-        return PartRead(b"", None, Block(), error.found)
-    reader = RecordReader(part.include_frozen)
-    first = data.find(b"\n")
-    if first < 0:
-        return PartRead(data, None, reader.block)
-    last = data.rfind(b"\n") + 1
-    at = first + 1
-    while at < last:
-        newline = data.find(b"\n", at)
-        reader.read(data, at, newline)
-        at = newline + 1
-    return PartRead(data[:first], data[last:], reader.block)
+        return open(path, "rb")
+    except FileNotFoundError:
+        return open(path + ".zst", "rb")
 
 
 def read_content(path: str, start: int, end: int) -> bytes:
@@ -118,35 +58,39 @@ def read_content(path: str, start: int, end: int) -> bytes:
 
     A plain file that has been sealed in the meantime is read from its sealed successor.
     """
-    try:
-        file = open(path, "rb")
-    except FileNotFoundError:
-        file = open(path + ".zst", "rb")
-    with file:
+    buffer = bytearray(max(0, end - start))
+    return bytes(memoryview(buffer)[: read_into(buffer, path, start, end)])
+
+
+def read_into(buffer: bytearray, path: str, start: int, end: int) -> int:
+    """As `read_content`, into a buffer that is large enough; how many bytes were read.
+
+    Fresh memory costs as much as reading into it, so whoever reads much reads into old memory.
+    """
+    with _open_or_sealed(path) as file, memoryview(buffer)[: max(0, end - start)] as room:
         frames = seek_table(file)
         if frames is None:
             file.seek(start)
-            return file.read(end - start)
+            return file.readinto(room)
         inside = [f for f in frames if f.start < end and f.start + f.size > start]
         if not inside:
-            return b""
+            return 0
         file.seek(inside[0].stored_start)
         stored = file.read(inside[-1].stored_start + inside[-1].stored_size - file.tell())
         first = inside[0].start
         content = _decompress(path, stored, inside[-1].start + inside[-1].size - first)
-        if start == first and len(content) <= end - start:
-            return content
-        return content[start - first : end - first]
+        wanted = content[start - first : end - first]
+        room[: len(wanted)] = wanted
+        return len(wanted)
 
 
-def _decompress(path: str, stored: bytes, size: int) -> bytes:
+def _decompress(path: str, stored: bytes, size: int) -> memoryview:
     import pyarrow as pa
 
     try:
-        content: bytes = pa.Codec("zstd").decompress(stored, size, asbytes=True)
+        return memoryview(pa.Codec("zstd").decompress(stored, size)).cast("B")
     except OSError as error:
         raise DamagedFile(path, f"damaged zstd frames: {error}") from None
-    return content
 
 
 @dataclass(frozen=True)
@@ -187,7 +131,7 @@ def seek_table(file: BinaryIO) -> list[Frame] | None:
     return frames if stored + table == size else None
 
 
-def stream_content(path: str, block: int = PART_BYTES) -> Iterator[bytes]:
+def stream_content(path: str, block: int = 16 << 20) -> Iterator[bytes]:
     """The content of a gzip, zstd or plain file from its start, `block` bytes at a time.
 
     Raises `DamagedFile` when the compressed data end early or are damaged.
@@ -208,29 +152,3 @@ def stream_content(path: str, block: int = PART_BYTES) -> Iterator[bytes]:
         if isinstance(error, FileNotFoundError):
             raise
         raise DamagedFile(path, f"damaged or unfinished {compression} data: {error}") from None
-
-
-def parts_of(path: str, include_frozen: bool) -> Iterator[Part]:
-    """The parts of a file, in order. A plain file is taken as long as it is now."""
-    with open(path, "rb") as file:
-        frames = seek_table(file)
-        size = file.seek(0, os.SEEK_END)
-    if frames is not None:
-        start, stored = 0, 0
-        for frame in frames:
-            end, stored = frame.start + frame.size, stored + frame.stored_size
-            if end - start >= PART_BYTES or frame is frames[-1]:
-                yield Part(path, include_frozen, start, end, stored=stored)
-                start, stored = end, 0
-    elif compression_of(path) == "plain":
-        for start in range(0, size, PART_BYTES):
-            end = min(size, start + PART_BYTES)
-            yield Part(path, include_frozen, start, end, stored=end - start)
-    elif size <= PART_BYTES // 2:
-        yield Part(path, include_frozen, whole=True, stored=size)
-    else:
-        try:
-            for data in stream_content(path):
-                yield Part(path, include_frozen, data=data, stored=len(data) // 4)
-        except DamagedFile as error:
-            yield Part(path, include_frozen, damaged=error.found)

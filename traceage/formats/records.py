@@ -14,16 +14,39 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import msgspec
+import numpy as np
 
 from traceage.errors import Problem
-from traceage.formats.squeeze import MASK_COUNT, squeeze
-from traceage.spans import SpanError, tile
+from traceage.formats.annotations import AnnotationReader, fold
+from traceage.formats.dump import KeptNode, KeptTrace, kept_arrays
+from traceage.formats.squeeze import ALL_ARRAYS, MASK_COUNT, arrays_but, squeeze
+from traceage.formats.streams import (
+    ANNOTATED,
+    FLOATS,
+    PLACED,
+    STREAMS,
+    before_of,
+    keys_of,
+    lengths_of,
+    mask_of,
+    per_sampled,
+    placed,
+)
+from traceage.spans import Run, SpanError, tile
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from numpy.typing import NDArray
+
+    from traceage.formats.streams import Stream
 
 
 class Unit(NamedTuple):
@@ -48,8 +71,35 @@ class Unit(NamedTuple):
     """The step stamped on the record itself; a trace store's annotations overrule it."""
 
 
-RUN_FIELDS = ("unit", "node", "turn", "start", "end", "label", "mixed", "branches")
+RUN_FIELDS = (
+    "unit",
+    "node",
+    "turn",
+    "start",
+    "end",
+    "label",
+    "mixed",
+    "branches",
+    "branch",
+    "branch_tokens",
+)
 """The integers of one run, in the order they stand in `Block.runs`; -1 where there is none."""
+
+
+class What(NamedTuple):
+    """What a reader is to get out of its lines."""
+
+    include_frozen: bool = False
+    streams: frozenset[str] = frozenset()
+    """Columns of `streams.STREAMS` that are wanted."""
+    per_branch: bool = False
+    """Each completion once for every trainable branch that holds it, branch after branch."""
+    whole: bool = False
+    """All that a dump keeps of a node."""
+    messages: bool = False
+    """With `whole`: the messages too."""
+    annotations: tuple[str, int] | None = None
+    """The root of the trace store whose annotations are folded in, and the size of its indexes."""
 
 
 @dataclass
@@ -57,11 +107,17 @@ class Block:
     """What a stretch of lines holds."""
 
     lines: int = 0
+    without_record: int = 0
+    """Lines that stand for an episode whose record is not there."""
     units: list[Unit] = field(default_factory=list)
     runs: array[int] = field(default_factory=lambda: array("i"))
     """`RUN_FIELDS` of one run after the other; `label` indexes `labels`."""
     timestamps: array[float] = field(default_factory=lambda: array("d"))
     labels: list[str] = field(default_factory=list)
+    streams: dict[str, Stream] = field(default_factory=dict)
+    """The wanted streams, a value for each token of all runs."""
+    kept: tuple[pa.Array, pa.Array] | None = None
+    """The columns `nodes` and `branches` of a dump, a row a unit."""
     problems: list[Problem] = field(default_factory=list)
     """Their `line` counts from 0 in the block, and their `file` is empty: the reader knows both."""
 
@@ -73,6 +129,8 @@ class _Span(msgspec.Struct):
 
 
 class _Node(msgspec.Struct):
+    """What a question about spans needs of a node."""
+
     parent: Any = None
     sampled: Any = None
     timestamp: Any = None
@@ -82,6 +140,25 @@ class _Node(msgspec.Struct):
     token_ids: Any = None
     weight_versions: list[_Span] | None = None
     semantic_parents: Any = None
+
+
+class _StreamNode(_Node):
+    """What a question about tokens needs of a node."""
+
+    is_content: Any = None
+    advantages: Any = None
+    trainer_logprobs: Any = None
+    reference_logprobs: Any = None
+    entropies: Any = None
+
+
+class _WholeNode(_StreamNode):
+    """All that a dump can keep of a node."""
+
+    message: Any = None
+
+
+NodeT = TypeVar("NodeT", bound=_Node)
 
 
 class _Agent(msgspec.Struct):
@@ -101,29 +178,27 @@ class _Run(msgspec.Struct):
     work: Any = None
 
 
-class _Trace(msgspec.Struct):
+class _Trace(msgspec.Struct, Generic[NodeT]):
     id: Any = None
     agent: _Agent | None = None
-    nodes: list[_Node] | None = None
+    nodes: list[NodeT] | None = None
     rewards: Any = None
     info: _Info | None = None
 
 
-class _Record(msgspec.Struct):
+class _Record(msgspec.Struct, Generic[NodeT]):
     """An episode or a bare trace: the keys of both."""
 
     id: Any = None
     env: Any = None
     group: Any = None
     run: _Run | None = None
-    traces: list[_Trace] | None | msgspec.UnsetType = msgspec.UNSET
-    nodes: list[_Node] | None | msgspec.UnsetType = msgspec.UNSET
+    traces: list[_Trace[NodeT]] | msgspec.UnsetType | None = msgspec.UNSET
+    nodes: list[NodeT] | msgspec.UnsetType | None = msgspec.UNSET
     agent: _Agent | None = None
     rewards: Any = None
     info: _Info | None = None
 
-
-_decode = msgspec.json.Decoder(_Record).decode
 
 _FIX_TORN = "if the file is still being written, wait; otherwise repair or remove the line"
 _FIX_RECORD = "give files whose lines are episodes (with `traces`) or traces (with `nodes`)"
@@ -141,33 +216,75 @@ class _Doubt(Exception):
 class RecordReader:
     """Reads lines into a `Block`, one after the other."""
 
-    def __init__(self, include_frozen: bool) -> None:
-        self.include_frozen = include_frozen
+    def __init__(self, what: What) -> None:
+        self.what = what
         self.block = Block()
         self._label_index: dict[str, int] = {}
         self._trace: str | None = None
+        self._kept: list[KeptTrace] = []
+        self._streams: dict[str, list[Stream]] = {
+            name: [] for name in STREAMS if name in what.streams
+        }
+        self._arrays: re.Pattern[bytes] | None = None
+        if what.whole:
+            self._type: Any = _Record[_WholeNode] if what.messages else _Record[_StreamNode]
+        elif what.streams:
+            self._type = _Record[_StreamNode]
+            keep = keys_of(what.streams, what.annotations is not None)
+            self._arrays = arrays_but(keep)
+        else:
+            self._type = _Record[_Node]
+            self._arrays = ALL_ARRAYS
+        self._decode = msgspec.json.Decoder(self._type).decode
+        self._annotations: AnnotationReader | None = None
+        if what.annotations is not None and (what.whole or what.streams):
+            wanted = {FLOATS[name] for name in what.streams if name in FLOATS} & ANNOTATED
+            self._wanted = frozenset(ANNOTATED if what.whole else wanted)
+            if self._wanted:
+                self._annotations = annotation_reader(*what.annotations, self._wanted)
 
-    def read(self, data: bytes, start: int, end: int) -> None:
+    def finish(self) -> Block:
+        """The block of all lines read."""
+        for name, parts in self._streams.items():
+            empty = np.zeros(0, np.int32 if name in PLACED else np.float32)
+            self.block.streams[name] = np.concatenate([*parts, empty]).astype(empty.dtype)
+        if self.what.whole:
+            self.block.kept = kept_arrays(self._kept, self.what.messages)
+        return self.block
+
+    def read(self, data: bytes | bytearray, start: int, end: int) -> None:
         """Add the line `data[start:end]`; a blank one only counts as a line."""
         number = self.block.lines
         self.block.lines += 1
-        squeezed = squeeze(data, start, end)
-        if not squeezed.strip():
+        arrays = self._arrays
+        text = bytes(data[start:end]) if arrays is None else squeeze(data, start, end, arrays)
+        if not text.strip():
             return
-        units, runs = len(self.block.units), len(self.block.runs)
-        stamps, problems = len(self.block.timestamps), len(self.block.problems)
+        before = self._mark()
         try:
             try:
-                record = _decode(squeezed)
+                record = self._decode(text)
             except (msgspec.DecodeError, RecursionError):
-                self._read_leniently(number, squeezed, data[start:end])
+                self._read_leniently(number, text, bytes(data[start:end]))
             else:
-                self._add(number, record, whole=len(squeezed) == end - start)
+                # Squeezing shortens a line, or changes no length of an array in it.
+                self._add(number, record, whole=len(text) == end - start)
         except _Doubt:
-            line = data[start:end]
-            del self.block.units[units:], self.block.runs[runs:]
-            del self.block.timestamps[stamps:], self.block.problems[problems:]
+            self._reset(before)
+            line = bytes(data[start:end])
             self._read_leniently(number, line, line)
+
+    def _mark(self) -> list[int]:
+        return [len(one) for one in self._growing()]
+
+    def _reset(self, mark: list[int]) -> None:
+        for one, length in zip(self._growing(), mark, strict=True):
+            del one[length:]
+
+    def _growing(self) -> list[Any]:
+        block = self.block
+        lists = [block.units, block.runs, block.timestamps, block.problems, self._kept]
+        return [*lists, *self._streams.values()]
 
     def _read_leniently(self, number: int, text: bytes, line: bytes) -> None:
         found = _parse(text)
@@ -183,10 +300,10 @@ class RecordReader:
             if record is not None:
                 self._add(number, record, whole=text is line)
 
-    def _convert(self, number: int, found: dict[str, Any]) -> _Record | None:
+    def _convert(self, number: int, found: dict[str, Any]) -> _Record[_Node] | None:
         """A parsed line of any shape as a record; fields that do not fit are reported."""
         try:
-            return msgspec.convert(found, _Record)
+            return self._convert_strictly(found)
         except msgspec.ValidationError:
             pass
         for key in ("run", "agent", "info"):
@@ -215,9 +332,13 @@ class RecordReader:
                     self._problem("malformed spans", number, what, _FIX_FIELD, index)
                     node["weight_versions"] = None
         self._trace = None
-        return msgspec.convert(found, _Record)
+        return self._convert_strictly(found)
 
-    def _add(self, number: int, record: _Record, whole: bool) -> None:
+    def _convert_strictly(self, found: dict[str, Any]) -> _Record[_Node]:
+        record: _Record[_Node] = msgspec.convert(found, self._type)
+        return record
+
+    def _add(self, number: int, record: _Record[_Node], whole: bool) -> None:
         if record.traces is msgspec.UNSET and record.nodes is msgspec.UNSET:
             self._problem(
                 "not a record", number, "the line has neither `traces` nor `nodes`", _FIX_RECORD
@@ -234,7 +355,7 @@ class RecordReader:
         env, group = _env(record.env), _text(_get(record.group, "id"))
         kind = _kind(record.run, traces)
 
-        def unit(trace: _Trace | None, trainable: bool) -> Unit:
+        def unit(trace: _Trace[_Node] | None, trainable: bool) -> Unit:
             info = (trace and trace.info) or _Info()
             return Unit(
                 number,
@@ -256,73 +377,182 @@ class RecordReader:
         in_scope = 0
         for trace in traces:
             trainable = trace.agent is None or trace.agent.trainable is not False
-            if trainable or self.include_frozen:
+            if trainable or self.what.include_frozen:
                 in_scope += 1
                 self.block.units.append(unit(trace, trainable))
-                self._add_runs(number, self.block.units[-1].trace_id, trace.nodes or [], whole)
+                self._trace = _text(trace.id)
+                self._add_trace(number, trace.nodes or [], whole)
+                self._trace = None
         if not in_scope:
             self.block.units.append(
                 unit(traces[0] if traces else None, True)._replace(
                     trace_id=None, agent=None, reward=None
                 )
             )
-            self._run(-1, -1, (0, 0, None), 0, 0, math.nan)
+            self._add_empty()
 
-    def _add_runs(
-        self, number: int, trace_id: str | None, nodes: Sequence[_Node], whole: bool
-    ) -> None:
-        self._trace = trace_id
-        branches = self._branches(number, nodes)
-        turn = 0
+    def _add_trace(self, number: int, nodes: Sequence[_Node], whole: bool) -> None:
+        """The runs of a trace's completions, and their streams."""
+        parents = self._parents(number, nodes)
+        paths = _trainable_paths(nodes, parents)
+        masks: list[NDArray[np.bool_] | None] = [None] * len(nodes)
+        before: list[int] = []
+        if self._streams or self.what.whole or self.what.per_branch:
+            lengths = lengths_of(nodes)
+            before = before_of(parents, lengths)
+            for index, node in enumerate(nodes):
+                if node.mask_count is not None or (node.sampled is False and not self.what.whole):
+                    continue
+                try:
+                    masks[index] = mask_of(node)
+                except ValueError as error:
+                    self._problem("bad stream", number, str(error), _FIX_FIELD, index)
+            self._fold(number, nodes, parents, lengths, masks)
+        completions: list[_Completion] = []
         for index, node in enumerate(nodes):
-            spans = node.weight_versions
             if not (_any_sampled(node) if node.sampled is None else node.sampled):
                 continue
-            try:
-                tokens = _sampled_tokens(node, whole)
-                runs = tile([(str(s.version), s.start, s.end) for s in spans or ()], tokens)
-            except SpanError as error:
-                listed = [f"{s.version!r} {s.start}-{s.end}" for s in spans or ()]
-                what = f"{error}; spans: {_short(', '.join(listed))}"
-                self._problem("bad spans", number, what, _FIX_SPANS, index)
-                runs = tile((), tokens)
-            except ValueError as error:
-                self._problem("no mask", number, str(error), _FIX_FIELD, index)
-                runs = tile((), 0)
-            stamp = node.timestamp
-            stamp = float(stamp) if isinstance(stamp, (int, float)) else math.nan
-            mixed = 0
-            if len(runs) > 1:
-                mixed = len({label for _, _, label in runs if label is not None}) > 1
-            for run in runs:
-                self._run(index, turn, run, mixed, branches[index], stamp)
-            turn += 1
-        if not turn:
-            self._run(-1, -1, (0, 0, None), 0, 0, math.nan)
-        self._trace = None
+            runs = self._runs(number, index, node, whole)
+            labels = {label for _, _, label in runs if label is not None} if len(runs) > 1 else ()
+            streams = {}
+            if self._streams or self.what.whole:
+                streams = self._values(
+                    number, index, node, masks[index], runs[-1][1], before[index]
+                )
+            completions.append(_Completion(index, len(completions), runs, len(labels) > 1, streams))
+        if self.what.whole:
+            branches = [
+                {"index": branch, "tokens": before[path[-1]] + lengths[path[-1]], "nodes": path}
+                for branch, path in paths.items()
+            ]
+            kept = _kept(nodes, parents, before, masks, completions)
+            self._kept.append(KeptTrace(kept, branches))
+        if not completions:
+            self._add_empty()
+        elif not self.what.per_branch:
+            held = [0] * len(nodes)
+            for path in paths.values():
+                for index in path:
+                    held[index] += 1
+            for completion in completions:
+                self._add_completion(nodes, completion, held[completion.node], -1, -1)
+        else:
+            by_node = {completion.node: completion for completion in completions}
+            for branch, path in paths.items():
+                total = before[path[-1]] + lengths[path[-1]]
+                for index in path:
+                    if index in by_node:
+                        self._add_completion(nodes, by_node[index], 1, branch, total)
 
-    def _run(
+    def _runs(self, number: int, index: int, node: _Node, whole: bool) -> list[Run]:
+        spans = node.weight_versions or ()
+        try:
+            tokens = _sampled_tokens(node, whole)
+        except ValueError as error:
+            self._problem("no mask", number, str(error), _FIX_FIELD, index)
+            return tile((), 0)
+        try:
+            return tile([(str(s.version), s.start, s.end) for s in spans], tokens)
+        except SpanError as error:
+            listed = [f"{s.version!r} {s.start}-{s.end}" for s in spans]
+            what = f"{error}; spans: {_short(', '.join(listed))}"
+            self._problem("bad spans", number, what, _FIX_SPANS, index)
+            return tile((), tokens)
+
+    def _values(
         self,
-        node: int,
-        turn: int,
-        run: tuple[int, int, str | None],
-        mixed: int,
-        branches: int,
-        stamp: float,
-    ) -> None:
-        start, end, label = run
-        index = -1
-        if label is not None:
-            known = self._label_index
-            index = known.setdefault(label, len(known))
-            if index == len(self.block.labels):
-                self.block.labels.append(label)
-        unit = len(self.block.units) - 1
-        self.block.runs.extend((unit, node, turn, start, end, index, mixed, branches))
-        self.block.timestamps.append(stamp)
+        number: int,
+        index: int,
+        node: _Node,
+        mask: NDArray[np.bool_] | None,
+        tokens: int,
+        before: int,
+    ) -> dict[str, Stream]:
+        """The wanted streams of one completion; one that does not fit is reported and null."""
+        wanted = STREAMS if self.what.whole else tuple(self._streams)
+        try:
+            made = placed(node, mask, tokens, before, wanted)
+        except ValueError as error:
+            self._problem("bad stream", number, str(error), _FIX_FIELD, index)
+            made = placed(node, None, tokens, before, wanted)
+        for name in wanted:
+            if name in FLOATS:
+                try:
+                    made[name] = per_sampled(getattr(node, FLOATS[name]), tokens)
+                except ValueError as error:
+                    what = f"{FLOATS[name]}: {error}"
+                    self._problem("bad stream", number, what, _FIX_FIELD, index)
+                    made[name] = per_sampled(None, tokens)
+        return made
 
-    def _branches(self, number: int, nodes: Sequence[_Node]) -> list[int]:
-        """How many trainable branches (root-to-leaf paths that become samples) hold each node."""
+    def _fold(
+        self,
+        number: int,
+        nodes: Sequence[Any],
+        parents: Sequence[int],
+        lengths: Sequence[int],
+        masks: Sequence[NDArray[np.bool_] | None],
+    ) -> None:
+        """Put onto the nodes what the trace store's annotations say of them."""
+        if self._annotations is None or self._trace is None:
+            return
+        annotations = self._annotations.of(self._trace)
+        if not annotations:
+            return
+        try:
+            folded = fold(parents, lengths, masks, annotations, self._wanted)
+        except ValueError as error:
+            self._problem("bad annotation", number, str(error), _FIX_FIELD)
+            return
+        for stream, by_node in folded.items():
+            for index, values in by_node.items():
+                setattr(nodes[index], stream, values)
+
+    def _add_completion(
+        self,
+        nodes: Sequence[_Node],
+        completion: _Completion,
+        branches: int,
+        branch: int,
+        branch_tokens: int,
+    ) -> None:
+        stamp = nodes[completion.node].timestamp
+        stamp = float(stamp) if isinstance(stamp, (int, float)) else math.nan
+        unit = len(self.block.units) - 1
+        known = self._label_index
+        for start, end, label in completion.runs:
+            at = -1
+            if label is not None:
+                at = known.setdefault(label, len(known))
+                if at == len(self.block.labels):
+                    self.block.labels.append(label)
+            self.block.runs.extend(
+                (
+                    unit,
+                    completion.node,
+                    completion.turn,
+                    start,
+                    end,
+                    at,
+                    completion.mixed,
+                    branches,
+                    branch,
+                    branch_tokens,
+                )
+            )
+            self.block.timestamps.append(stamp)
+        for name, parts in self._streams.items():
+            parts.append(completion.streams[name])
+
+    def _add_empty(self) -> None:
+        """A row of no tokens for a trace without completions, or an episode without traces."""
+        unit = len(self.block.units) - 1
+        self.block.runs.extend((unit, -1, -1, 0, 0, -1, 0, 0, -1, -1))
+        self.block.timestamps.append(math.nan)
+        if self.what.whole and len(self._kept) < len(self.block.units):
+            self._kept.append(KeptTrace([], []))
+
+    def _parents(self, number: int, nodes: Sequence[_Node]) -> list[int]:
         parents: list[int] = []
         for index, node in enumerate(nodes):
             parent = node.parent
@@ -333,29 +563,99 @@ class RecordReader:
                 self._problem("bad parent", number, what, _FIX_FIELD, index)
                 parent = -1
             parents.append(parent)
-        links = [
-            (index, link)
-            for index, node in enumerate(nodes)
-            if isinstance(node.semantic_parents, list)
-            for link in node.semantic_parents
-        ]
-        attempts = {at for at, link in links if _get(link, "type") == "compaction_attempt"}
-        accepted = {_get(link, "node") for _, link in links if _get(link, "type") == "compaction"}
-        has_child = set(parents)
-        held = [
-            int(leaf not in has_child and (leaf not in attempts or leaf in accepted))
-            for leaf in range(len(nodes))
-        ]
-        # A parent comes before its child, so one pass from the end sums every subtree.
-        for index in range(len(nodes) - 1, 0, -1):
-            if parents[index] >= 0:
-                held[parents[index]] += held[index]
-        return held
+        return parents
 
     def _problem(
         self, reason: str, number: int, found: str, advice: str, node: int | None = None
     ) -> None:
         self.block.problems.append(Problem(reason, "", number, self._trace, node, found, advice))
+
+
+class _Completion(NamedTuple):
+    """One sampled node: its runs and, where they are wanted, its streams."""
+
+    node: int
+    turn: int
+    runs: list[Run]
+    mixed: bool
+    streams: dict[str, Stream]
+
+
+def _trainable_paths(nodes: Sequence[_Node], parents: Sequence[int]) -> dict[int, list[int]]:
+    """The trainable branches of a trace: index among the leaves -> nodes from root to leaf.
+
+    Each becomes one training sample. A branch that ends in a compaction attempt does only when
+    the run went on from it.
+    """
+    chain = list(range(len(nodes)))
+    if not chain:
+        return {}
+    if parents[1:] == chain[:-1] and not nodes[-1].semantic_parents:
+        return {0: chain}
+    links = [
+        (index, link)
+        for index, node in enumerate(nodes)
+        if isinstance(node.semantic_parents, list)
+        for link in node.semantic_parents
+    ]
+    attempts = {at for at, link in links if _get(link, "type") == "compaction_attempt"}
+    accepted = {_get(link, "node") for _, link in links if _get(link, "type") == "compaction"}
+    has_child = set(parents)
+    leaves = [index for index in range(len(nodes)) if index not in has_child]
+    paths = {}
+    for branch, leaf in enumerate(leaves):
+        if leaf in attempts and leaf not in accepted:
+            continue
+        path, node = [], leaf
+        while node >= 0:
+            path.append(node)
+            node = parents[node]
+        paths[branch] = path[::-1]
+    return paths
+
+
+def _kept(
+    nodes: Sequence[Any],
+    parents: Sequence[int],
+    before: Sequence[int],
+    masks: Sequence[NDArray[np.bool_] | None],
+    completions: Sequence[_Completion],
+) -> list[KeptNode]:
+    """The nodes of a trace as a dump keeps them."""
+    sampled = {completion.node: completion for completion in completions}
+    kept = []
+    for index, node in enumerate(nodes):
+        floats: list[NDArray[np.float32] | None] = [None] * len(FLOATS)
+        tokens = 0
+        if (completion := sampled.get(index)) is not None:
+            tokens = completion.runs[-1][1]
+            for at, name in enumerate(FLOATS):
+                values = completion.streams[name]
+                if not np.isnan(values).all():
+                    floats[at] = values.astype(np.float32)
+        message = getattr(node, "message", None)
+        stamp = node.timestamp
+        kept.append(
+            KeptNode(
+                parent=parents[index] if parents[index] >= 0 else None,
+                sampled=completion is not None,
+                sampled_tokens=tokens,
+                offset=before[index],
+                timestamp=float(stamp) if isinstance(stamp, (int, float)) else None,
+                token_ids=np.array(node.token_ids, np.int32) if node.token_ids else None,
+                mask=masks[index],
+                is_content=np.array(node.is_content, np.bool_) if node.is_content else None,
+                floats=floats,
+                message=None if message is None else _text(json.dumps(message, ensure_ascii=False)),
+            )
+        )
+    return kept
+
+
+@lru_cache(maxsize=2)
+def annotation_reader(root: str, size: int, wanted: frozenset[str]) -> AnnotationReader:
+    """The annotations of a trace store, indexed once for each state (`size`) of its indexes."""
+    return AnnotationReader(root, wanted)
 
 
 def _parse(text: bytes) -> Any:
@@ -432,7 +732,7 @@ def _policy(run: _Run | None) -> tuple[int | None, int | None]:
     return start, start if end is None else end
 
 
-def _kind(run: _Run | None, traces: Sequence[_Trace]) -> str | None:
+def _kind(run: _Run | None, traces: Sequence[_Trace[_Node]]) -> str | None:
     for trace in traces:
         if trace.info is not None and isinstance(trace.info.kind, str):
             return _text(trace.info.kind)

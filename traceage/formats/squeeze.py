@@ -17,26 +17,50 @@ refuses what is left. Whoever decodes a squeezed line has to fall back to the or
 from __future__ import annotations
 
 import re
+from functools import cache
 
 import numpy as np
 
 MASK_COUNT = "mask#"
 """The key that takes the place of a squeezed `mask`: its value is how many entries are true."""
 
-_ARRAY = re.compile(
-    rb'"(mask|token_ids|logprobs|is_content|advantages|trainer_logprobs|reference_logprobs'
-    rb'|entropies)"\s*:\s*\['
+ARRAYS = (
+    "mask",
+    "token_ids",
+    "logprobs",
+    "is_content",
+    "advantages",
+    "trainer_logprobs",
+    "reference_logprobs",
+    "entropies",
 )
+"""The keys of a node that hold an entry a token."""
+
+
+@cache
+def arrays_but(keep: frozenset[str] = frozenset()) -> re.Pattern[bytes]:
+    """A pattern for the start of each array that is to be cut out: all but those to `keep`."""
+    keys = "|".join(key for key in ARRAYS if key not in keep)
+    return re.compile(rb'"(?:' + keys.encode() + rb')"\s*:\s*\[')
+
+
+ALL_ARRAYS = arrays_but()
 _TRUES = b"true," * 65_536
 _NEAR = 24
 """An array ends, as a rule, within so many bytes of the next quote."""
 _BACKSLASH, _T, _F, _M = b"\\tfm"
 
 
-def squeeze(data: bytes, start: int = 0, end: int | None = None) -> bytes:
+def squeeze(
+    data: bytes | bytearray,
+    start: int = 0,
+    end: int | None = None,
+    arrays: re.Pattern[bytes] = ALL_ARRAYS,
+) -> bytes:
     """The line `data[start:end]` with each per-token array reduced to `[0]`, each mask to a count.
 
     An empty array stays empty, so that it can still be told from one that held something.
+    `arrays` is a pattern of `arrays_but`: which arrays are meant.
 
     >>> squeeze(b'{"mask":[false,true,true],"logprobs":[-0.1,-0.2],"token_ids":[]}')
     b'{"mask#":2,"logprobs":[0],"token_ids":[]}'
@@ -45,7 +69,7 @@ def squeeze(data: bytes, start: int = 0, end: int | None = None) -> bytes:
     """
     if end is None:
         end = len(data)
-    search, find = _ARRAY.search, data.find
+    search, find = arrays.search, data.find
     view = memoryview(data)
     kept: list[bytes | memoryview] = []
     done = at = start
@@ -61,7 +85,7 @@ def squeeze(data: bytes, start: int = 0, end: int | None = None) -> bytes:
             close = find(b"]", at, quote)
         if close <= at or data[key - 1] == _BACKSLASH:
             continue
-        if data[key + 1] == _M:
+        if data[key + 1] == _M:  # of all these keys, only `mask` begins with it
             if data[at] not in (_T, _F):
                 continue
             kept.append(view[done:key])
@@ -72,12 +96,12 @@ def squeeze(data: bytes, start: int = 0, end: int | None = None) -> bytes:
             kept.append(b"0")
             done = at = close
     if not kept:
-        return data[start:end]
+        return bytes(data[start:end])
     kept.append(view[done:end])
     return b"".join(kept)
 
 
-def _count_true(data: bytes, start: int, end: int) -> int:
+def _count_true(data: bytes | bytearray, start: int, end: int) -> int:
     """How many entries of the mask in `data[start:end]` are true."""
     first = data.find(b"t", start, end)
     if first < 0:

@@ -21,6 +21,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -81,7 +82,7 @@ class TraceStore:
 
     def chunks(self) -> list[tuple[int, str]]:
         """Number and path of each chunk of the stream, in order; sealed where it stands twice."""
-        return _chunks(self.root, "stream")
+        return chunks_of(self.root, "stream")
 
     @cached_property
     def ship_steps(self) -> dict[str, int]:
@@ -101,13 +102,23 @@ class TraceStore:
                 steps[trace_id] = step
         return steps
 
+    def index_bytes(self) -> int:
+        """The size of all annotation indexes, or streams: it grows when something is annotated."""
+        folder = os.path.join(self.root, "annotations")
+        total = 0
+        for place, _, names in os.walk(folder):
+            for name in names:
+                with suppress(FileNotFoundError):  # sealed meanwhile
+                    total += os.path.getsize(os.path.join(place, name))
+        return total
+
     def _orchestrator_rows(self) -> Iterator[_Annotation]:
         annotations = os.path.join(self.root, "annotations")
         index = os.path.join(annotations, "orch.index.jsonl")
         if os.path.exists(index):
             paths = [index]
         else:
-            paths = [path for _, path in _chunks(annotations, "orch")]
+            paths = [path for _, path in chunks_of(annotations, "orch")]
         decode = msgspec.json.Decoder(_Annotation).decode
         for path in paths:
             for number, line, torn in lines_of(path):
@@ -152,7 +163,7 @@ def lines_of(path: str) -> Iterator[tuple[int, bytes, bool]]:
         yield number + 1, rest, True
 
 
-def _chunks(directory: str, name: str) -> list[tuple[int, str]]:
+def chunks_of(directory: str, name: str) -> list[tuple[int, str]]:
     found: dict[int, str] = {}
     folder = os.path.join(directory, name)
     if os.path.isdir(folder):

@@ -1,0 +1,312 @@
+"""A Parquet dump -> frames of runs and their streams, a row group at a time.
+
+What `rows` decides trace by trace for records, this decides for whole columns: which traces count,
+and at which step. Of the nodes only the streams that are asked for are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import polars as pl
+
+from traceage.ages import training_versions
+from traceage.errors import Problem
+from traceage.formats.dump import SPAN_FIELDS, TRACE_COLUMNS
+from traceage.formats.streams import FLOATS, PLACED, STREAMS
+from traceage.rows import as_series
+from traceage.schema import RUN_COLUMNS, SPANS
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from numpy.typing import NDArray
+
+    from traceage.formats.records import What
+    from traceage.reading import Reader
+    from traceage.rows import Rows
+    from traceage.sources import SourceFile
+
+_SELECTION = (
+    "kind", "shipped", "episode_shipped", "trainable", "episode_id", "trace_id", "file", "line"
+)  # fmt: skip
+
+
+def read_dump(
+    reader: Reader, rows: Rows, file: SourceFile, needed: set[str], what: What
+) -> Iterator[tuple[pl.DataFrame, dict[str, pl.Series]]]:
+    """The runs of one file of a dump, and the streams of their tokens."""
+    import pyarrow.parquet as pq
+
+    of_trace = [name for name in TRACE_COLUMNS if name in needed or name in _SELECTION]
+    how = reader.training_version
+    if isinstance(how, str) and how in TRACE_COLUMNS and how not in of_trace:
+        of_trace.append(how)
+    of_span = _span_fields(needed, what)
+    columns = [
+        *of_trace,
+        *(f"spans.list.element.{name}" for name in of_span),
+        *(f"nodes.list.element.{name}" for name in _node_fields(what)),
+        *(["branches"] if what.per_branch else []),
+    ]
+    with pq.ParquetFile(file.path) as opened:
+        count = opened.num_row_groups
+        # Runs are few: only with streams is a row group a batch of its own.
+        groups = [[group] for group in range(count)] if what.streams else [list(range(count))]
+        for group in groups:
+            table = opened.read_row_groups(group, columns=columns).combine_chunks()
+            yield from _batch(reader, rows, file, table, of_trace, needed, what)
+
+
+def _span_fields(needed: set[str], what: What) -> list[str]:
+    fields = {name for name in SPAN_FIELDS if name in needed} | {"start", "end"}
+    if "version" in needed:
+        fields.add("label")
+    if what.per_branch:
+        fields.add("node")
+    return [name for name in SPAN_FIELDS if name in fields]
+
+
+def _node_fields(what: What) -> list[str]:
+    if not what.streams:
+        return []
+    fields = ["sampled_tokens"]
+    if what.streams.intersection(PLACED):
+        fields.append("mask")
+    fields += ["token_ids"] if "token_id" in what.streams else []
+    fields += ["offset"] if "position" in what.streams else []
+    fields += ["is_content"] if "is_content" in what.streams else []
+    return fields + [FLOATS[name] for name in STREAMS if name in FLOATS and name in what.streams]
+
+
+def _batch(
+    reader: Reader,
+    rows: Rows,
+    file: SourceFile,
+    table: pa.Table,
+    of_trace: Sequence[str],
+    needed: set[str],
+    what: What,
+) -> Iterator[tuple[pl.DataFrame, dict[str, pl.Series]]]:
+    traces = pl.DataFrame(pl.from_arrow(table.select(of_trace)))
+    full, bare = _select(reader, rows, file, traces)
+    if not len(full) and not len(bare):
+        return
+    rows.anything = True
+    spans = table["spans"].combine_chunks()
+    offsets = spans.offsets.to_numpy()
+    flat = spans.flatten()
+    runs = {
+        field.name: pl.Series(pl.from_arrow(values))
+        for field, values in zip(flat.type, flat.flatten(), strict=True)
+    }
+    of_run = np.repeat(np.arange(len(spans)), np.diff(offsets))
+    lengths = (runs["end"] - runs["start"]).to_numpy()
+    streams = _streams(table, what) if what.streams else {}
+    order: NDArray[np.int64] | None = None
+    branch: dict[str, NDArray[np.int32]] = {}
+    if what.per_branch:
+        order, branch = _by_branch(table["branches"].combine_chunks(), of_run, runs["node"])
+        of_run, lengths = of_run[order], lengths[order]
+    if len(full) < len(spans):
+        kept = np.isin(of_run, full)
+        at = np.flatnonzero(kept)
+        order = at if order is None else order[at]
+        branch = {name: values[at] for name, values in branch.items()}
+        of_run, lengths = of_run[at], lengths[at]
+    if order is not None:
+        first = np.concatenate([[0], np.cumsum((runs["end"] - runs["start"]).to_numpy())])
+        tokens = _ranges(first[order], lengths)
+        streams = {name: values.gather(tokens) for name, values in streams.items()}
+        runs = {name: values.gather(order) for name, values in runs.items()}
+    made = dict(runs)
+    made["length"] = pl.Series(lengths, dtype=SPANS["length"])
+    if "version" in needed:
+        made["version"] = rows.versions_of(made["label"])
+        rows.check_labels(file.path)
+    for name in ("branch", "branch_tokens"):
+        empty = np.full(len(of_run), -1, np.int32)
+        numbers = pl.Series(branch.get(name, empty))
+        made[name] = numbers.set(numbers < 0, None)
+    if what.per_branch:
+        made["branches"] = made["branch"].is_not_null().cast(pl.Int32)
+    steps = pl.Series([file.step if file.step is not None else reader.step], dtype=pl.Int32)
+    traces = traces.with_columns(step=steps.gather(np.zeros(traces.height, np.int64)))
+    if "training_version" in needed:
+        traces = traces.with_columns(_training_versions(reader, traces))
+    wanted = [name for name in RUN_COLUMNS if name in needed]
+    shared = [name for name in wanted if name in traces.columns]
+    frame = traces.select(shared)[of_run].with_columns(
+        made[name].alias(name) for name in wanted if name in made
+    )
+    if len(bare):
+        frame = pl.concat([frame, _bare(traces[bare], wanted)], how="vertical_relaxed")
+    reader.summary.lines_read += table.num_rows
+    yield frame.select(pl.col(name).cast(RUN_COLUMNS[name]) for name in wanted), streams
+
+
+def _select(
+    reader: Reader, rows: Rows, file: SourceFile, traces: pl.DataFrame
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Which rows count with their runs, and which stand for an episode that has none in scope."""
+    summary = reader.summary
+    at = traces.with_row_index("at")
+    summary.episodes += at["episode_id"].n_unique()
+    if reader.kind != "any":
+        mine = at.filter(pl.col("kind").is_null() | (pl.col("kind") == reader.kind))
+        summary.other_kind += at["episode_id"].n_unique() - mine["episode_id"].n_unique()
+        at = mine
+    if file.step is None and reader.step is None and not isinstance(reader.training_version, int):
+        for row in at.unique("episode_id", keep="first", maintain_order=True).iter_rows(named=True):
+            found = "neither the dump nor the caller tells which batch trained on this trace"
+            advice = "give it with step=N (--step N), or one training version for all"
+            where = file.path, int(row["at"]) + 1, row["trace_id"], None
+            reader.refuse(Problem("no step known", *where, found, advice))
+        at = at.clear()
+    in_scope = at if reader.include_frozen else at.filter("trainable")
+    # An episode of frozen agents alone is still an episode.
+    gone = at.join(in_scope, on="episode_id", how="anti").unique("episode_id", keep="first")
+    if reader.subset not in ("all", "both"):
+        untaken = pl.col("episode_shipped").not_().fill_null(False)
+        waiting = in_scope.filter(untaken)
+        first = waiting.unique("episode_id", keep="first")
+        summary.not_shipped += first.height + gone.filter(untaken).height
+        in_scope = in_scope.filter(~untaken)
+        left = pl.col("shipped").not_().fill_null(False)
+        summary.traces_not_shipped += in_scope.filter(left).height
+        in_scope = in_scope.filter(~left)
+        gone = pl.concat([gone, first])
+    else:
+        summary.not_shipped += at.filter(pl.col("episode_shipped").not_().fill_null(False))[
+            "episode_id"
+        ].n_unique()
+    step = file.step if file.step is not None else reader.step
+    names = ("at", "trace_id", "subset", "file", "line")
+    keep = [
+        index
+        for index, trace_id, subset, path, line in in_scope.select(
+            *(pl.col(n) if n in in_scope.columns else pl.lit(file.subset).alias(n) for n in names)
+        ).iter_rows()
+        if trace_id is None or rows.first_time(step, trace_id, subset, path, line)
+    ]
+    return np.array(keep, np.int64), np.sort(gone["at"].to_numpy().astype(np.int64))
+
+
+def _bare(traces: pl.DataFrame, wanted: Sequence[str]) -> pl.DataFrame:
+    """A row of no tokens for each of some episodes."""
+    fixed: dict[str, Any] = {
+        "trainable": True, "start": 0, "end": 0, "length": 0, "mixed": False, "branches": 0
+    }  # fmt: skip
+    nulled = ("trace_id", "agent", "reward")
+    return traces.select(
+        pl.col(name)
+        if name in traces.columns and name not in nulled and name not in fixed
+        else pl.lit(fixed.get(name), dtype=RUN_COLUMNS[name]).alias(name)
+        for name in wanted
+    )
+
+
+def _training_versions(reader: Reader, traces: pl.DataFrame) -> pl.Series:
+    trained = pl.col("shipped").fill_null(True)
+    with_version = traces.filter(trained)
+    versions = training_versions(with_version, reader.training_version)
+    where = traces.select(trained).to_series().to_numpy()
+    at = np.where(where, np.cumsum(where) - 1, len(versions))
+    return versions.extend_constant(None, 1).gather(at).alias("training_version")
+
+
+def _by_branch(
+    branches: pa.ListArray, of_run: NDArray[np.int64], nodes: pl.Series
+) -> tuple[NDArray[np.int64], dict[str, NDArray[np.int32]]]:
+    """The runs branch after branch: their indices, and the branch and its tokens for each."""
+    frame = pl.DataFrame({"row": np.arange(len(branches)), "branches": pl.from_arrow(branches)})
+    paths = (
+        frame.explode("branches")
+        .unnest("branches")
+        .explode("nodes")
+        .drop_nulls("nodes")
+        .rename({"nodes": "node"})
+    )
+    runs = pl.DataFrame({"row": of_run, "node": nodes, "at": np.arange(len(of_run))})
+    joined = paths.join(runs, on=["row", "node"], how="inner", maintain_order="left_right")
+    empty = runs.filter(pl.col("node").is_null()).with_columns(
+        index=pl.lit(-1, pl.Int32), tokens=pl.lit(-1, pl.Int32)
+    )
+    both = pl.concat([joined, empty], how="diagonal_relaxed").sort("row", maintain_order=True)
+    return both["at"].to_numpy().astype(np.int64), {
+        "branch": both["index"].to_numpy(),
+        "branch_tokens": both["tokens"].to_numpy(),
+    }
+
+
+def _streams(table: pa.Table, what: What) -> dict[str, pl.Series]:
+    """The wanted streams, a value for each token of the runs of all rows."""
+    nodes = table["nodes"].combine_chunks().flatten()
+    fields = {field.name: values for field, values in zip(nodes.type, nodes.flatten(), strict=True)}
+    tokens = fields["sampled_tokens"].to_numpy()
+    made: dict[str, pl.Series] = {}
+    for name in what.streams & FLOATS.keys():
+        has, values = _flat(fields[FLOATS[name]])
+        if has.all() or not tokens[~has].any():
+            stream = values
+        else:
+            stream = np.full(int(tokens.sum()), np.nan, np.float32)
+            stream[np.repeat(has, tokens)] = values
+        made[name] = as_series(name, stream)
+    if not what.streams.intersection(PLACED):
+        return made
+    has, mask = _flat(fields["mask"])
+    per_node = _lengths(fields["mask"])
+    sampled = tokens > 0
+    counted = np.add.reduceat(np.append(mask, False), _starts(per_node)) * (per_node > 0)
+    known = has & sampled & (counted == tokens)
+    where = np.repeat(known, tokens)
+    chosen = mask & np.repeat(known, per_node)
+    at = np.arange(len(mask)) - np.repeat(_starts(per_node), per_node)
+
+    def place(name: str, values: NDArray[Any]) -> None:
+        stream = np.full(int(tokens.sum()), -1, np.int32)
+        stream[where] = values
+        made[name] = as_series(name, stream)
+
+    if "token_id" in what.streams:
+        ids = fields["token_ids"]
+        first = np.repeat(_starts(_lengths(ids)), per_node)
+        place("token_id", _flat(ids)[1][(first + at)[chosen]])
+    if "position" in what.streams:
+        offset = np.repeat(fields["offset"].to_numpy(), per_node)
+        place("position", (offset + at)[chosen])
+    if "is_content" in what.streams:
+        lists = fields["is_content"]
+        fits = _flat(lists)[0] & (_lengths(lists) == per_node)
+        spread = np.full(len(mask), -1, np.int32)
+        spread[np.repeat(fits, per_node)] = _flat(lists)[1][np.repeat(fits, _lengths(lists))]
+        place("is_content", spread[chosen])
+    return made
+
+
+def _flat(lists: pa.ListArray) -> tuple[NDArray[np.bool_], NDArray[Any]]:
+    """Which lists are there, and the values of all, one after the other."""
+    values = lists.flatten()
+    return (
+        lists.is_valid().to_numpy(zero_copy_only=False),
+        values.to_numpy(zero_copy_only=False),
+    )
+
+
+def _lengths(lists: pa.ListArray) -> NDArray[np.int64]:
+    lengths = lists.value_lengths().fill_null(0)
+    return np.asarray(lengths.to_numpy(zero_copy_only=False), np.int64)
+
+
+def _starts(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    return np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64)
+
+
+def _ranges(starts: NDArray[np.int64], lengths: NDArray[Any]) -> NDArray[np.int64]:
+    """`start, start + 1, ...` of each range, one after the other."""
+    ends = np.cumsum(lengths)
+    within: NDArray[np.int64] = np.arange(int(ends[-1]) if len(ends) else 0)
+    within += np.repeat(starts - (ends - lengths), lengths)
+    return within
