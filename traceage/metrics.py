@@ -190,12 +190,14 @@ class Tally:
                     pl.when(start.is_null()).then(0).otherwise(in_flight)
                 ),
                 counted=counted,
+                # By any batch, whatever group its other traces are in.
+                taken=pl.col(":shipped").fill_null(False).any().over(":episode_id"),
             )
             .group_by(*by, ":episode_id")
             .agg(
                 pl.col("counted").any(),
                 pl.col(":trace_id").drop_nulls().n_unique().alias("traces"),
-                pl.col(":shipped").any(ignore_nulls=True).alias("taken"),
+                pl.col("taken").any(),
                 pl.col(":shipped").is_not_null().any().alias("told"),
                 pl.col(":training_version").min().alias("lowest"),
                 pl.col(":training_version").max().alias("highest"),

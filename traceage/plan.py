@@ -118,14 +118,11 @@ class Plan:
         names = ("kind", "env", "group_id", "episode_id", "step")
         schema = {"at": pl.Int64(), **{name: SPANS[name] for name in names}}
         frame = pl.DataFrame(cells, schema, orient="row")
-        # The step of what no batch took is that of its arrival, which only the record tells.
-        by_step = [c for c in conjuncts if "step" in c.meta.root_names()]
-        others = [c for c in conjuncts if "step" not in c.meta.root_names()]
-        if others:
-            frame = frame.filter(others)
-        if by_step:
-            arrived = pl.col("step").is_null()
-            frame = frame.filter(arrived | pl.all_horizontal(by_step))
+        # What the index does not say, the record may; the step of what no batch took, for one, is
+        # that of its arrival.
+        for conjunct in conjuncts:
+            untold = [pl.col(name).is_null() for name in conjunct.meta.root_names()]
+            frame = frame.filter(pl.any_horizontal(untold) | conjunct)
         keep = np.zeros(len(rows), np.bool_)
         keep[frame["at"].to_numpy()] = True
         keep[-1] = True  # what follows it may not be in the index yet
