@@ -7,7 +7,8 @@ and at which step. Of the nodes only the streams that are asked for are read.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from itertools import repeat
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import polars as pl
@@ -18,6 +19,7 @@ from traceage.formats.dump import SPAN_FIELDS, TRACE_COLUMNS
 from traceage.formats.streams import FLOATS, PLACED, STREAMS
 from traceage.rows import as_series
 from traceage.schema import RUN_COLUMNS, SPANS
+from traceage.sources import SourceFile
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -26,37 +28,95 @@ if TYPE_CHECKING:
     from traceage.formats.records import What
     from traceage.reading import Reader
     from traceage.rows import Rows
-    from traceage.sources import SourceFile
 
 _SELECTION = (
     "kind", "shipped", "episode_shipped", "trainable", "episode_id", "trace_id", "file", "line"
 )  # fmt: skip
 
 
-def read_dump(
-    reader: Reader, rows: Rows, file: SourceFile, needed: set[str], what: What
-) -> Iterator[tuple[pl.DataFrame, dict[str, pl.Series]]]:
-    """The runs of one file of a dump, and the streams of their tokens."""
-    import pyarrow.parquet as pq
+BATCH_BYTES = 1 << 28
+"""Bytes of files whose runs are decoded together: 50 million tokens or so, as many as fit."""
 
+
+class _Piece(NamedTuple):
+    """Some rows of one file: how many, and how many rows of it come before them."""
+
+    file: SourceFile
+    before: int
+    rows: int
+
+
+class _Batch(NamedTuple):
+    """Rows of one file or of several, one after the other."""
+
+    pieces: list[_Piece]
+    traces: pl.DataFrame
+    spans: pl.Series
+    table: pa.Table | None
+    """The nodes and branches, with streams."""
+
+
+def read_dump(
+    reader: Reader, rows: Rows, files: Sequence[SourceFile], needed: set[str], what: What
+) -> Iterator[tuple[pl.DataFrame, dict[str, pl.Series]]]:
+    """The runs of the files of a dump, in order, and the streams of their tokens.
+
+    With streams, a row group is a batch; without, a few hundred files are: runs are few, and a
+    batch has its price.
+    """
     of_trace = [name for name in TRACE_COLUMNS if name in needed or name in _SELECTION]
     how = reader.training_version
     if isinstance(how, str) and how in TRACE_COLUMNS and how not in of_trace:
         of_trace.append(how)
-    of_span = _span_fields(needed, what)
+    if what.streams or what.per_branch:
+        batches = _row_groups(files, of_trace, needed, what)
+    else:
+        batches = _whole_files(files, of_trace)
+    for batch in batches:
+        yield from _runs_of(reader, rows, batch, needed, what)
+
+
+def _whole_files(files: Sequence[SourceFile], of_trace: Sequence[str]) -> Iterator[_Batch]:
+    # Of many small files the nested columns alone, polars is several times as fast as pyarrow.
+    first = 0
+    size = BATCH_BYTES >> 5  # the first batch is small, for those who want only a few rows
+    while first < len(files):
+        last, held = first, 0
+        while last < len(files) and (held < size or last == first):
+            held += files[last].size
+            last += 1
+        paths = [file.path for file in files[first:last]]
+        frame = (
+            pl.scan_parquet(paths, include_file_paths=":path", hive_partitioning=False, glob=False)
+            .select(*of_trace, "spans", ":path")
+            .collect()
+        )
+        counts = dict(frame[":path"].rle().struct.unnest().select("value", "len").iter_rows())
+        pieces = [_Piece(file, 0, counts.get(file.path, 0)) for file in files[first:last]]
+        yield _Batch(pieces, frame.select(of_trace), frame["spans"], None)
+        first, size = last, min(2 * size, BATCH_BYTES)
+
+
+def _row_groups(
+    files: Sequence[SourceFile], of_trace: Sequence[str], needed: set[str], what: What
+) -> Iterator[_Batch]:
+    import pyarrow.parquet as pq
+
     columns = [
         *of_trace,
-        *(f"spans.list.element.{name}" for name in of_span),
+        *(f"spans.list.element.{name}" for name in _span_fields(needed, what)),
         *(f"nodes.list.element.{name}" for name in _node_fields(what)),
         *(["branches"] if what.per_branch else []),
     ]
-    with pq.ParquetFile(file.path) as opened:
-        count = opened.num_row_groups
-        # Runs are few: only with streams is a row group a batch of its own.
-        groups = [[group] for group in range(count)] if what.streams else [list(range(count))]
-        for group in groups:
-            table = opened.read_row_groups(group, columns=columns).combine_chunks()
-            yield from _batch(reader, rows, file, table, of_trace, needed, what)
+    for file in files:
+        with pq.ParquetFile(file.path) as opened:
+            before = 0
+            for group in range(opened.num_row_groups):
+                table = opened.read_row_group(group, columns=columns).combine_chunks()
+                traces = pl.DataFrame(pl.from_arrow(table.select(of_trace)))
+                spans = pl.Series(pl.from_arrow(table["spans"]))
+                yield _Batch([_Piece(file, before, table.num_rows)], traces, spans, table)
+                before += table.num_rows
 
 
 def _span_fields(needed: set[str], what: What) -> list[str]:
@@ -80,33 +140,32 @@ def _node_fields(what: What) -> list[str]:
     return fields + [FLOATS[name] for name in STREAMS if name in FLOATS and name in what.streams]
 
 
-def _batch(
-    reader: Reader,
-    rows: Rows,
-    file: SourceFile,
-    table: pa.Table,
-    of_trace: Sequence[str],
-    needed: set[str],
-    what: What,
+def _runs_of(
+    reader: Reader, rows: Rows, batch: _Batch, needed: set[str], what: What
 ) -> Iterator[tuple[pl.DataFrame, dict[str, pl.Series]]]:
-    traces = pl.DataFrame(pl.from_arrow(table.select(of_trace)))
-    full, bare = _select(reader, rows, file, traces)
+    pieces, traces, spans, table = batch
+    piece_of = np.repeat(np.arange(len(pieces)), [piece.rows for piece in pieces])
+    steps = [p.file.step if p.file.step is not None else reader.step for p in pieces]
+    traces = traces.with_columns(
+        pl.Series("piece", piece_of, pl.UInt32),
+        pl.Series("step", steps, pl.Int32).gather(piece_of),
+    )
+    if "subset" not in traces.columns and reader.subset == "both":
+        subsets = pl.Series("subset", [piece.file.subset for piece in pieces], pl.String)
+        traces = traces.with_columns(subsets.gather(piece_of))
+    full, bare = _select(reader, rows, pieces, traces)
+    reader.summary.lines_read += traces.height
     if not len(full) and not len(bare):
         return
     rows.anything = True
-    spans = table["spans"].combine_chunks()
-    offsets = spans.offsets.to_numpy()
-    flat = spans.flatten()
-    runs = {
-        field.name: pl.Series(pl.from_arrow(values))
-        for field, values in zip(flat.type, flat.flatten(), strict=True)
-    }
-    of_run = np.repeat(np.arange(len(spans)), np.diff(offsets))
+    counts = spans.list.len().fill_null(0)
+    of_run = np.repeat(np.arange(len(spans)), counts)
+    runs = spans.filter(counts > 0).explode().struct.unnest().to_dict()
     lengths = (runs["end"] - runs["start"]).to_numpy()
-    streams = _streams(table, what) if what.streams else {}
+    streams = _streams(table, what) if table is not None and what.streams else {}
     order: NDArray[np.int64] | None = None
     branch: dict[str, NDArray[np.int32]] = {}
-    if what.per_branch:
+    if table is not None and what.per_branch:
         order, branch = _by_branch(table["branches"].combine_chunks(), of_run, runs["node"])
         of_run, lengths = of_run[order], lengths[order]
     if len(full) < len(spans):
@@ -116,23 +175,22 @@ def _batch(
         branch = {name: values[at] for name, values in branch.items()}
         of_run, lengths = of_run[at], lengths[at]
     if order is not None:
-        first = np.concatenate([[0], np.cumsum((runs["end"] - runs["start"]).to_numpy())])
-        tokens = _ranges(first[order], lengths)
-        streams = {name: values.gather(tokens) for name, values in streams.items()}
+        if streams:
+            first = np.concatenate([[0], np.cumsum((runs["end"] - runs["start"]).to_numpy())])
+            tokens = _ranges(first[order], lengths)
+            streams = {name: values.gather(tokens) for name, values in streams.items()}
         runs = {name: values.gather(order) for name, values in runs.items()}
     made = dict(runs)
     made["length"] = pl.Series(lengths, dtype=SPANS["length"])
     if "version" in needed:
         made["version"] = rows.versions_of(made["label"])
-        rows.check_labels(file.path)
-    for name in ("branch", "branch_tokens"):
+        rows.check_labels(_first_unreadable(reader, pieces, piece_of[of_run], made["label"]))
+    for name in needed.intersection(("branch", "branch_tokens")):
         empty = np.full(len(of_run), -1, np.int32)
         numbers = pl.Series(branch.get(name, empty))
         made[name] = numbers.set(numbers < 0, None)
     if what.per_branch:
         made["branches"] = made["branch"].is_not_null().cast(pl.Int32)
-    steps = pl.Series([file.step if file.step is not None else reader.step], dtype=pl.Int32)
-    traces = traces.with_columns(step=steps.gather(np.zeros(traces.height, np.int64)))
     if "training_version" in needed:
         traces = traces.with_columns(_training_versions(reader, traces))
     wanted = [name for name in RUN_COLUMNS if name in needed]
@@ -142,55 +200,85 @@ def _batch(
     )
     if len(bare):
         frame = pl.concat([frame, _bare(traces[bare], wanted)], how="vertical_relaxed")
-    reader.summary.lines_read += table.num_rows
+        if len(pieces) > 1:
+            # They follow the runs of their own file.
+            place = np.concatenate([piece_of[of_run], piece_of[bare]])
+            frame = frame[np.argsort(place, kind="stable")]
     yield frame.select(pl.col(name).cast(RUN_COLUMNS[name]) for name in wanted), streams
 
 
+def _first_unreadable(
+    reader: Reader, pieces: Sequence[_Piece], piece_of: NDArray[np.int64], labels: pl.Series
+) -> str:
+    """The file of the first label that cannot be read, where there is one."""
+    unreadable = list(reader.summary.unreadable_labels)
+    bad = labels.is_in(unreadable).fill_null(False).arg_true().head(1).to_list()
+    return pieces[int(piece_of[bad[0]]) if bad else -1].file.path
+
+
+_EPISODE = ("piece", "episode_id")
+
+
 def _select(
-    reader: Reader, rows: Rows, file: SourceFile, traces: pl.DataFrame
+    reader: Reader, rows: Rows, pieces: Sequence[_Piece], traces: pl.DataFrame
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Which rows count with their runs, and which stand for an episode that has none in scope."""
     summary = reader.summary
     at = traces.with_row_index("at")
-    summary.episodes += at["episode_id"].n_unique()
+    episodes = _episodes(at)
+    summary.episodes += episodes
     if reader.kind != "any":
         mine = at.filter(pl.col("kind").is_null() | (pl.col("kind") == reader.kind))
-        summary.other_kind += at["episode_id"].n_unique() - mine["episode_id"].n_unique()
+        if mine.height < at.height:
+            summary.other_kind += episodes - _episodes(mine)
         at = mine
-    if file.step is None and reader.step is None and not isinstance(reader.training_version, int):
-        for row in at.unique("episode_id", keep="first", maintain_order=True).iter_rows(named=True):
+    if at["step"].has_nulls() and not isinstance(reader.training_version, int):
+        lost = at.filter(pl.col("step").is_null())
+        for row in lost.unique(_EPISODE, keep="first", maintain_order=True).iter_rows(named=True):
             found = "neither the dump nor the caller tells which batch trained on this trace"
             advice = "give it with step=N (--step N), or one training version for all"
-            where = file.path, int(row["at"]) + 1, row["trace_id"], None
+            piece = pieces[row["piece"]]
+            before = sum(other.rows for other in pieces[: row["piece"]])
+            line = piece.before + row["at"] - before + 1
+            where = piece.file.path, line, row["trace_id"], None
             reader.refuse(Problem("no step known", *where, found, advice))
-        at = at.clear()
+        at = at.filter(pl.col("step").is_not_null())
     in_scope = at if reader.include_frozen else at.filter("trainable")
-    # An episode of frozen agents alone is still an episode.
-    gone = at.join(in_scope, on="episode_id", how="anti").unique("episode_id", keep="first")
-    if reader.subset not in ("all", "both"):
-        untaken = pl.col("episode_shipped").not_().fill_null(False)
-        waiting = in_scope.filter(untaken)
-        first = waiting.unique("episode_id", keep="first")
-        summary.not_shipped += first.height + gone.filter(untaken).height
+    gone = at.clear()
+    if in_scope.height < at.height:
+        # An episode of frozen agents alone is still an episode.
+        gone = at.join(in_scope, on=_EPISODE, how="anti").unique(_EPISODE, keep="first")
+    untaken = pl.col("episode_shipped").not_().fill_null(False)
+    if reader.subset in ("all", "both"):
+        summary.not_shipped += _episodes(at.filter(untaken))
+    elif not in_scope["shipped"].all(ignore_nulls=True) or gone.height:
+        waiting = in_scope.filter(untaken).unique(_EPISODE, keep="first")
+        summary.not_shipped += waiting.height + gone.filter(untaken).height
         in_scope = in_scope.filter(~untaken)
         left = pl.col("shipped").not_().fill_null(False)
         summary.traces_not_shipped += in_scope.filter(left).height
         in_scope = in_scope.filter(~left)
-        gone = pl.concat([gone, first])
-    else:
-        summary.not_shipped += at.filter(pl.col("episode_shipped").not_().fill_null(False))[
-            "episode_id"
-        ].n_unique()
-    step = file.step if file.step is not None else reader.step
-    names = ("at", "trace_id", "subset", "file", "line")
-    keep = [
-        index
-        for index, trace_id, subset, path, line in in_scope.select(
-            *(pl.col(n) if n in in_scope.columns else pl.lit(file.subset).alias(n) for n in names)
-        ).iter_rows()
-        if trace_id is None or rows.first_time(step, trace_id, subset, path, line)
-    ]
-    return np.array(keep, np.int64), np.sort(gone["at"].to_numpy().astype(np.int64))
+        gone = pl.concat([gone, waiting])
+    keep = _first_times(rows, in_scope)
+    return keep, np.sort(gone["at"].to_numpy().astype(np.int64))
+
+
+def _episodes(traces: pl.DataFrame) -> int:
+    return int(traces.select(pl.struct(_EPISODE).n_unique()).item())
+
+
+def _first_times(rows: Rows, traces: pl.DataFrame) -> NDArray[np.int64]:
+    """The rows of `traces` whose trace was not read before, by their `at`."""
+    subsets = traces["subset"] if "subset" in traces.columns else repeat(None, traces.height)
+    columns = (traces[name] for name in ("at", "step", "trace_id", "file", "line"))
+    return np.array(
+        [
+            at
+            for at, step, trace_id, path, line, subset in zip(*columns, subsets, strict=True)
+            if trace_id is None or rows.first_time(step, trace_id, subset, path, line)
+        ],
+        np.int64,
+    )
 
 
 def _bare(traces: pl.DataFrame, wanted: Sequence[str]) -> pl.DataFrame:

@@ -284,11 +284,9 @@ def _frames(
             for root in sorted({os.path.dirname(os.path.dirname(f.path)) for f in dumps}):
                 if os.path.exists(os.path.join(root, LEDGER, UNFINISHED)):
                     reader.summary.unfinished_dumps.append(root or ".")
-            for file in dumps:
-                if plan.may_hold(file):
-                    yield from read_dump(reader, rows, file, needed, plan.what)
-                else:
-                    plan.left_out = True
+            chosen = [file for file in dumps if plan.may_hold(file)]
+            plan.left_out |= len(chosen) < len(dumps)
+            yield from read_dump(reader, rows, chosen, needed, plan.what)
         else:
             for file, before, block in reader.blocks(list(group), plan):
                 rows.add(file, before, block)

@@ -146,14 +146,13 @@ def _describe(
 
 
 def _describe_parquet(file: SourceFile) -> SourceFile:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
+    import polars as pl
 
     try:
-        schema = pq.read_schema(file.path)
-    except pa.ArrowException as error:
+        metadata = pl.read_parquet_metadata(file.path)
+    except pl.exceptions.PolarsError as error:
         raise TraceError(f"{file.path}: damaged Parquet file: {error}; restore it") from None
-    if (kept := dump_metadata(schema)) is not None:
+    if (kept := dump_metadata(metadata)) is not None:
         return replace(
             file,
             step=kept.step,
@@ -162,6 +161,9 @@ def _describe_parquet(file: SourceFile) -> SourceFile:
             cohort=kept.cohort,
             format="dump",
         )
+    import pyarrow.parquet as pq
+
+    schema = pq.read_schema(file.path)
     if is_platform(schema):
         return replace(file, step=None, kind=None, subset=None, format="platform")
     if file.named:

@@ -11,7 +11,7 @@ its branch that come before it, and `sampled_tokens`.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -71,12 +71,12 @@ class DumpMetadata(NamedTuple):
         return {_KEY: json.dumps(self._asdict()).encode()}
 
 
-def dump_metadata(schema: pa.Schema) -> DumpMetadata | None:
-    """What a Parquet file's schema says of the dump it belongs to; None when it is no dump.
+def dump_metadata(pairs: Mapping[str, str]) -> DumpMetadata | None:
+    """What a Parquet file's metadata says of the dump it belongs to; None when it is no dump.
 
     Raises `ValueError` for a dump of a later version than this one can read.
     """
-    raw = (schema.metadata or {}).get(_KEY)
+    raw = pairs.get(_KEY.decode())
     if raw is None:
         return None
     found = json.loads(raw)
