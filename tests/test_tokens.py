@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
@@ -250,6 +251,22 @@ def test_token_ids_that_are_not_there_are_null(tmp_path: Path) -> None:
         assert tokens.select(names).rows() == [(None, None, -1.0, 3), (None, None, -2.0, 3)], mask
 
 
+@pytest.mark.parametrize("count_by", [{"logprobs": [-1.0, -2.0]}, {}])
+def test_without_a_mask_all_may_be_sampled(tmp_path: Path, count_by: Record) -> None:
+    """As many token ids as sampled tokens, however those are counted: they are the same ones."""
+    own = {"sampled": True, "token_ids": [8, 9], "weight_versions": labels(("3", 2)), **count_by}
+    tokens = scan(tmp_path / "traces.jsonl", trace(own))
+    assert tokens.select("token_id", "position").rows() == [(8, 0), (9, 1)]
+
+
+def test_no_training_sample_holds_a_token(tmp_path: Path) -> None:
+    """A compaction attempt that nothing resumed: read well, and nothing in it."""
+    attempt = node("ss", labels(("3", 2)))
+    attempt["semantic_parents"] = [{"node": 0, "type": "compaction_attempt"}]
+    assert scan(tmp_path / "traces.jsonl", trace(attempt)).height == 2
+    assert scan(tmp_path / "traces.jsonl", trace(attempt), weighting="branches").height == 0
+
+
 def test_an_empty_completion_has_no_tokens(tmp_path: Path) -> None:
     tokens = scan(
         tmp_path / "traces.jsonl",
@@ -363,16 +380,16 @@ def test_positions_are_those_of_verifiers_branches(tmp_path: Path) -> None:
     }
     assert set(places) == set(samples)
     assert len(samples) == 11
-    for key, branch in samples.items():
+    for sample, branch in samples.items():
         mask = branch.sampled_mask
-        assert len(places[key]) == len(branch.token_ids)
-        assert (places[key][mask] == np.flatnonzero(mask)).all()
-        assert (ids[key] == np.where(mask, branch.token_ids, -1)).all()
+        assert len(places[sample]) == len(branch.token_ids)
+        assert (places[sample][mask] == np.flatnonzero(mask)).all()
+        assert (ids[sample] == np.where(mask, branch.token_ids, -1)).all()
     for name, stream in ref.PER_SAMPLED.items():
         spread = ta.to_numpy(tokens, name, fill=0.0)
-        for key, branch in samples.items():
-            wanted = branch.spread(lambda own, stream=stream: getattr(own, stream))
-            assert (spread[key] == wanted).all(), (name, key)
+        for sample, branch in samples.items():
+            wanted = branch.spread(attrgetter(stream))
+            assert (spread[sample] == wanted).all(), (name, sample)
 
 
 # --- streams learned later ------------------------------------------------------------------------
@@ -672,17 +689,19 @@ def test_arrays_are_aligned_with_the_branches(
     wanted = laid_out(expected(stored, "branches"), layout)
     with folder() as root:
         write_steps(root, stored)
-        tokens: pl.DataFrame | pl.LazyFrame = ta.scan_tokens(root, weighting="branches")
+        lazy = ta.scan_tokens(root, weighting="branches")
         if shuffled:
-            tokens = tokens.collect().sample(fraction=1.0, shuffle=True, seed=seed)
-        found = ta.to_numpy(tokens, layout.column, layout.fill)
+            tokens = lazy.collect().sample(fraction=1.0, shuffle=True, seed=seed)
+            found = ta.to_numpy(tokens, layout.column, layout.fill)
+        else:
+            found = ta.to_numpy(lazy, layout.column, layout.fill)
     assert found.keys() == wanted.keys()
     for key, array in wanted.items():
         assert found[key].dtype == array.dtype, layout
         np.testing.assert_array_equal(found[key], array)
 
 
-def test_arrays_of_traces_of_one_name_in_two_episodes(tmp_path: Path) -> None:
+def test_arrays_of_some_of_the_tokens(tmp_path: Path) -> None:
     """Filtered tokens give the arrays of the samples that are left, at their full length."""
     path = tmp_path / "traces.jsonl"
     one, other = (

@@ -250,7 +250,9 @@ class _Writers:
 
         rows = pq.read_table(file.path, columns=["trace_id", "tokens"])
         self.open[file.step] = None
-        shutil.copyfile(file.path, self._part(file.step))
+        part = self._part(file.step)
+        part.parent.mkdir(exist_ok=True)
+        shutil.copyfile(file.path, part)
         traces = rows.num_rows - rows["trace_id"].null_count
         return traces, sum(rows["tokens"].to_pylist())
 

@@ -189,8 +189,6 @@ def _runs_of(
         empty = np.full(len(of_run), -1, np.int32)
         numbers = pl.Series(branch.get(name, empty))
         made[name] = numbers.set(numbers < 0, None)
-    if what.per_branch:
-        made["branches"] = made["branch"].is_not_null().cast(pl.Int32)
     if "training_version" in needed:
         traces = traces.with_columns(_training_versions(reader, traces))
     wanted = [name for name in RUN_COLUMNS if name in needed]
@@ -199,7 +197,7 @@ def _runs_of(
         made[name].alias(name) for name in wanted if name in made
     )
     if len(bare):
-        frame = pl.concat([frame, _bare(traces[bare], wanted)], how="vertical_relaxed")
+        frame = pl.concat([frame, _bare(traces[bare], frame.columns)], how="vertical_relaxed")
         if len(pieces) > 1:
             # They follow the runs of their own file.
             place = np.concatenate([piece_of[of_run], piece_of[bare]])
@@ -232,8 +230,10 @@ def _select(
         if mine.height < at.height:
             summary.other_kind += episodes - _episodes(mine)
         at = mine
-    if at["step"].has_nulls() and not isinstance(reader.training_version, int):
-        lost = at.filter(pl.col("step").is_null())
+    # What no batch took may have no step either, and needs none.
+    without = pl.col("step").is_null() & pl.col("shipped").is_null()
+    lost = at.filter(without)
+    if lost.height and not isinstance(reader.training_version, int):
         for row in lost.unique(_EPISODE, keep="first", maintain_order=True).iter_rows(named=True):
             found = "neither the dump nor the caller tells which batch trained on this trace"
             advice = "give it with step=N (--step N), or one training version for all"
@@ -242,7 +242,7 @@ def _select(
             line = piece.before + row["at"] - before + 1
             where = piece.file.path, line, row["trace_id"], None
             reader.refuse(Problem("no step known", *where, found, advice))
-        at = at.filter(pl.col("step").is_not_null())
+        at = at.filter(~without)
     in_scope = at if reader.include_frozen else at.filter("trainable")
     gone = at.clear()
     if in_scope.height < at.height:
@@ -389,7 +389,8 @@ def _lengths(lists: pa.ListArray) -> NDArray[np.int64]:
 
 
 def _starts(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    return np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64)
+    starts: NDArray[np.int64] = np.cumsum(lengths) - lengths
+    return starts
 
 
 def _ranges(starts: NDArray[np.int64], lengths: NDArray[Any]) -> NDArray[np.int64]:

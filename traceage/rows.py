@@ -98,7 +98,7 @@ class Rows:
             self.runs.append(empty)
             self.stamps.append(np.full(len(bare), np.nan))
         self.count += len(runs) + len(bare)
-        self.anything |= self.count > 0
+        self.anything |= bool(chosen)
         return chosen
 
     def _select(

@@ -245,7 +245,7 @@ def token_batches(
     what = What(reader.include_frozen, frozenset(streams), per_branch)
     conjuncts = conjuncts_of(predicate)
     plan = Plan(conjuncts, what)
-    of_spans = [c for c in conjuncts if set(c.meta.root_names()) <= set(SPANS)]
+    of_spans = [c for c in conjuncts if (r := set(c.meta.root_names())) and r <= set(SPANS)]
     spread = (needed - streams) | {"start", "length", "training_version", "version"}
 
     def frames() -> Iterator[pl.DataFrame]:

@@ -152,7 +152,11 @@ def _describe_parquet(file: SourceFile) -> SourceFile:
         metadata = pl.read_parquet_metadata(file.path)
     except pl.exceptions.PolarsError as error:
         raise TraceError(f"{file.path}: damaged Parquet file: {error}; restore it") from None
-    if (kept := dump_metadata(metadata)) is not None:
+    try:
+        kept = dump_metadata(metadata)
+    except ValueError as error:
+        raise TraceError(f"{file.path}: {error}") from None
+    if kept is not None:
         return replace(
             file,
             step=kept.step,

@@ -7,6 +7,7 @@ recovered. Such rows are counted and reported.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -39,8 +40,21 @@ def records(path: str, row_group: int) -> Iterator[tuple[bytes | None, int | Non
         table = file.read_row_group(row_group, columns=["step", "info"])
     steps = table["step"].to_pylist()
     for step, info in zip(steps, table["info"].to_pylist(), strict=True):
+        yield _record(info), step
+
+
+def _record(info: str | None) -> bytes | None:
+    """The episode record in a row's `info`; None where the platform dropped it."""
+    if not info:
+        return None
+    try:
+        record = bytes(_decode(info).native_wrapper)
+    except msgspec.DecodeError:
+        # A bare NaN, say: the reader of records can make something of it, or say what is wrong.
         try:
-            record = bytes(_decode(info).native_wrapper) if info else b"null"
-        except msgspec.DecodeError:
-            record = info.encode()  # whoever reads it as a record will say what is wrong
-        yield (None if record == b"null" else record), step
+            found = json.loads(info)
+        except ValueError:
+            return info.encode("utf-8", "replace")
+        wrapper = found.get("native_wrapper") if isinstance(found, dict) else None
+        record = json.dumps(wrapper).encode()
+    return None if record == b"null" else record

@@ -429,20 +429,21 @@ class RecordReader:
             self._kept.append(KeptTrace(kept, branches))
         if not completions:
             self._add_empty()
-        elif not self.what.per_branch:
-            held = [0] * len(nodes)
-            for path in paths.values():
-                for index in path:
-                    held[index] += 1
+            return
+        held = [0] * len(nodes)
+        for path in paths.values():
+            for index in path:
+                held[index] += 1
+        if not self.what.per_branch:
             for completion in completions:
                 self._add_completion(nodes, completion, held[completion.node], -1, -1)
-        else:
-            by_node = {completion.node: completion for completion in completions}
-            for branch, path in paths.items():
-                total = before[path[-1]] + lengths[path[-1]]
-                for index in path:
-                    if index in by_node:
-                        self._add_completion(nodes, by_node[index], 1, branch, total)
+            return
+        by_node = {completion.node: completion for completion in completions}
+        for branch, path in paths.items():
+            total = before[path[-1]] + lengths[path[-1]]
+            for index in path:
+                if index in by_node:
+                    self._add_completion(nodes, by_node[index], held[index], branch, total)
 
     def _runs(self, number: int, index: int, node: _Node, whole: bool) -> list[Run]:
         spans = node.weight_versions or ()

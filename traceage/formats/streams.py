@@ -48,17 +48,22 @@ def keys_of(streams: Iterable[str], annotated: bool) -> frozenset[str]:
 
 
 def mask_of(node: Any) -> NDArray[np.bool_] | None:
-    """Which of a node's `token_ids` the model sampled; None where the record does not tell.
+    """Which tokens of a node the model sampled; None where the record does not tell.
 
     Raises `ValueError` when mask and token ids are not parallel.
     """
-    ids = node.token_ids or ()
-    if not node.mask:
-        sampled = len(node.logprobs) if node.logprobs else 0
-        return np.ones(len(ids), np.bool_) if ids and sampled == len(ids) else None
-    if len(node.mask) != len(ids):
-        raise ValueError(f"mask has {len(node.mask)} entries for {len(ids)} token_ids")
-    return np.array(node.mask, np.bool_)
+    ids = node.token_ids
+    if not ids:
+        return None
+    if node.mask:
+        if len(node.mask) != len(ids):
+            raise ValueError(f"mask has {len(node.mask)} entries for {len(ids)} token_ids")
+        return np.array(node.mask, np.bool_)
+    # Without a mask there may be as many ids as sampled tokens, however those are counted.
+    sampled = len(node.logprobs) if node.logprobs else 0
+    if not sampled and node.weight_versions:
+        sampled = max(span.end for span in node.weight_versions)
+    return np.ones(len(ids), np.bool_) if sampled == len(ids) else None
 
 
 def placed(
@@ -81,12 +86,9 @@ def placed(
             values = np.array(node.token_ids, np.int32)[at]
         elif at is not None and name == "position":
             values = (at + before).astype(np.int32)
-        elif at is not None and node.is_content:
-            if len(node.is_content) != len(node.token_ids):
-                raise ValueError(
-                    f"is_content has {len(node.is_content)} entries for "
-                    f"{len(node.token_ids)} token_ids"
-                )
+        elif at is not None and mask is not None and name == "is_content" and node.is_content:
+            if len(node.is_content) != len(mask):
+                raise ValueError(f"is_content has {len(node.is_content)} entries, mask {len(mask)}")
             values = np.array(node.is_content, np.int32)[at]
         made[name] = np.full(tokens, -1, np.int32) if values is None else values
     return made
@@ -109,7 +111,7 @@ def per_sampled(values: Any, tokens: int) -> NDArray[np.float32]:
 
 def lengths_of(nodes: Sequence[Any]) -> list[int]:
     """How many tokens each node adds to its branch."""
-    return [len(node.token_ids) if node.token_ids else 0 for node in nodes]
+    return [len(node.token_ids or ()) for node in nodes]
 
 
 def before_of(parents: Sequence[int], lengths: Sequence[int]) -> list[int]:
