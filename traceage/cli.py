@@ -217,8 +217,6 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _metrics(options: argparse.Namespace) -> int:
-    from traceage.report import summary_table
-
     if options.format == "parquet" and options.output is None:
         raise ValueError("--format parquet needs a file to write: -o FILE")
     by = [name.strip() for name in options.by.split(",") if name.strip()]
@@ -232,6 +230,8 @@ def _metrics(options: argparse.Namespace) -> int:
         elif options.format == "csv":
             text = metrics.write_csv()
         else:
+            from traceage.report import summary_table
+
             text = summary_table(metrics) + "\n"
         if options.output is None:
             sys.stdout.write(text)

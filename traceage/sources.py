@@ -25,6 +25,7 @@ Format = Literal["lines", "platform", "dump", "unknown"]
 """Lines of JSON; platform samples; our own dump; a Parquet file that is neither."""
 
 _TRACES = re.compile(r".*\.(jsonl(\.gz|\.zst)?|parquet)")
+_LINES = re.compile(r".*\.jsonl(\.gz|\.zst)?")
 _SIDE_FILE = re.compile(r"metrics\.jsonl(\.gz|\.zst)?|.*\.index\.jsonl")
 _SIDE_FOLDERS = {"token_exports", "live", "annotations"}
 _STEP = re.compile(r"step[_=](\d+)")
@@ -141,6 +142,8 @@ def _describe(
         elif step is not None and part in ("effective", "all"):
             subset = part
     file = SourceFile(path, size, step, kind, subset, named=named)
+    if _LINES.fullmatch(os.path.basename(path)):
+        return file
     with open(path, "rb") as opened:
         return _describe_parquet(file) if opened.read(4) == b"PAR1" else file
 

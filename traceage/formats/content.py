@@ -35,10 +35,10 @@ class DamagedFile(TraceError):
 FIX_DAMAGED = "wait until the file is written, or restore it"
 
 
-def compression_of(path: str) -> Compression:
+def compression_of(file: BinaryIO) -> Compression:
     """How a file is compressed, by its first bytes."""
-    with open(path, "rb") as file:
-        magic = file.read(4)
+    file.seek(0)
+    magic = file.read(4)
     if magic[:2] == b"\x1f\x8b":
         return "gzip"
     if magic == b"\x28\xb5\x2f\xfd" or (magic[1:] == b"\x2a\x4d\x18" and magic[:1] >= b"\x50"):
@@ -136,7 +136,8 @@ def stream_content(path: str, block: int = 16 << 20) -> Iterator[bytes]:
 
     Raises `DamagedFile` when the compressed data end early or are damaged.
     """
-    compression = compression_of(path)
+    with open(path, "rb") as opened:
+        compression = compression_of(opened)
     try:
         if compression == "zstd":
             import pyarrow as pa

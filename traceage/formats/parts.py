@@ -142,7 +142,8 @@ def platform_parts(path: str, what: What) -> Iterator[Part]:
 def parts_of(path: str, what: What) -> Iterator[Part]:
     """The parts of a file of lines, in order. A plain file is taken as long as it is now."""
     with open(path, "rb") as file:
-        frames = seek_table(file)
+        compression = compression_of(file)
+        frames = seek_table(file) if compression == "zstd" else None
         size = file.seek(0, os.SEEK_END)
     if frames is not None:
         start, stored = 0, 0
@@ -151,7 +152,7 @@ def parts_of(path: str, what: What) -> Iterator[Part]:
             if end - start >= PART_BYTES or frame is frames[-1]:
                 yield Part(path, what, start, end, stored=stored)
                 start, stored = end, 0
-    elif compression_of(path) == "plain":
+    elif compression == "plain":
         for start in range(0, size, PART_BYTES):
             end = min(size, start + PART_BYTES)
             yield Part(path, what, start, end, stored=end - start)
