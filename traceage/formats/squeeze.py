@@ -48,7 +48,7 @@ ALL_ARRAYS = arrays_but()
 _TRUES = b"true," * 65_536
 _NEAR = 24
 """An array ends, as a rule, within so many bytes of the next quote."""
-_BACKSLASH, _T, _F, _M = b"\\tfm"
+_BACKSLASH, _CLOSE, _T, _F, _M = b"\\]tfm"
 
 
 def squeeze(
@@ -78,18 +78,21 @@ def squeeze(
         # The array holds no quote, so its bracket is the first one before the next quote; as a
         # rule it stands close before that.
         quote = find(b'"', at, end)
+        close = quote - 2
         if quote < 0:
             quote = end
-        close = find(b"]", max(at, quote - _NEAR), quote)
+        if close < at or data[close] != _CLOSE:
+            close = find(b"]", max(at, quote - _NEAR), quote)
         if close < 0:
             close = find(b"]", at, quote)
         if close <= at or data[key - 1] == _BACKSLASH:
             continue
         if data[key + 1] == _M:  # of all these keys, only `mask` begins with it
-            if data[at] not in (_T, _F):
+            count = _count_true(data, at, close)
+            if count < 0:
                 continue
             kept.append(view[done:key])
-            kept.append(b'"mask#":%d' % _count_true(data, at, close))
+            kept.append(b'"mask#":%d' % count)
             done = at = close + 1
         else:
             kept.append(view[done:at])
@@ -102,13 +105,18 @@ def squeeze(
 
 
 def _count_true(data: bytes | bytearray, start: int, end: int) -> int:
-    """How many entries of the mask in `data[start:end]` are true."""
+    """How many entries of the mask in `data[start:end]` are true; -1 when they are no booleans."""
     first = data.find(b"t", start, end)
+    scaffold = end if first < 0 else first
+    if data[start] not in (_T, _F) or data.find(b"]", start, scaffold) >= 0:
+        return -1
     if first < 0:
         return 0
     # Nearly every mask is a scaffold of falses, then trues to its end: one comparison says so.
     size = end - first
     if size % 5 == 4 and size <= len(_TRUES) and data.startswith(_TRUES[:size], first):
         return (size + 1) // 5
+    if data.find(b"]", first, end) >= 0:
+        return -1
     letters = np.frombuffer(data, np.uint8, size, first)
     return int(np.count_nonzero(letters == _T))
