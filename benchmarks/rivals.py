@@ -1,6 +1,6 @@
 """The per-step answer as others would compute it from the same files, each the fastest we could.
 
-    python benchmarks/rivals.py duckdb|duckdb-lines|polars|polars-lines|loop|floor DIR
+    python benchmarks/rivals.py duckdb|duckdb-lines|polars|polars-lines|loop|loop-tokens|floor DIR
     python benchmarks/rivals.py decompress DIR
 
 DIR holds rollouts/step_N/train/effective/traces.jsonl. The answer goes to stdout as JSON: for each
@@ -168,8 +168,36 @@ def _polars(records: pl.LazyFrame) -> list[Row]:
     return [Row(*row) for row in rows.sort("step").collect(engine="streaming").iter_rows()]
 
 
+def loop_tokens(folder: Path) -> list[Row]:
+    """The plain loop over json.loads, with a list of the ages of all tokens of a batch.
+
+    What an orchestrator writes that also wants a quantile, or a histogram, of them.
+    """
+    rows = []
+    for step, path in _files(folder):
+        sampled = 0
+        ages: list[int] = []
+        with open(path, encoding="utf-8", newline="\n") as lines:
+            for line in lines:
+                for trace in json.loads(line)["traces"]:
+                    if not trace["agent"]["trainable"]:
+                        continue
+                    for node in trace["nodes"]:
+                        if not node["sampled"]:
+                            continue
+                        sampled += sum(node["mask"])
+                        for span in node.get("weight_versions") or []:
+                            if span["version"] == "default":
+                                continue
+                            age = step - 1 - int(span["version"])
+                            ages.extend(age for _ in range(span["start"], span["end"]))
+        mean = sum(ages) / len(ages) if ages else None
+        rows.append(Row(step, sampled, len(ages), mean, max(ages, default=None)))
+    return rows
+
+
 def loop(folder: Path) -> list[Row]:
-    """The plain loop over json.loads."""
+    """The plain loop over json.loads and the spans."""
     rows = []
     for step, path in _files(folder):
         sampled = labelled = total = 0
@@ -354,6 +382,7 @@ RIVALS: dict[str, Callable[[Path], list[Row]]] = {
     "polars": polars_struct,
     "polars-lines": polars_lines,
     "loop": loop,
+    "loop-tokens": loop_tokens,
     "floor": floor,
 }
 

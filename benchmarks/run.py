@@ -29,7 +29,7 @@ from typing import Any
 from generate import parse_bytes
 
 HERE = Path(__file__).resolve().parent
-RIVALS = ("duckdb", "duckdb-lines", "polars", "polars-lines", "loop", "floor")
+RIVALS = ("duckdb", "duckdb-lines", "polars", "polars-lines", "loop", "loop-tokens", "floor")
 INTERVAL = 0.03  # seconds between two looks at the memory
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -70,14 +72,17 @@ class Reader:
                         yield from stitcher.finish()
                     stitcher = Stitcher(self, by_path[part.path])
                 yield from stitcher.add(part, read)
-                progress.update(part.stored)
+                if progress is not None:
+                    progress.update(part.stored)
             if stitcher is not None:
                 yield from stitcher.finish()
 
     def _progress(self, files: Sequence[SourceFile]) -> Any:
-        from tqdm.auto import tqdm
-
         # Shown on a terminal's stderr alone, and not for what takes no time.
+        if self.quiet or not sys.stderr.isatty():
+            return nullcontext()
+        from tqdm import tqdm
+
         return tqdm(
             total=sum(file.size for file in files),
             unit="B",
@@ -85,7 +90,6 @@ class Reader:
             desc="reading traces",
             delay=1.0,
             leave=False,
-            disable=True if self.quiet else None,
         )
 
     def nothing(self, files: Sequence[SourceFile]) -> str:

@@ -21,7 +21,7 @@ from traceage.formats.content import (
 )
 from traceage.formats.records import Block, RecordReader, What
 
-PART_BYTES = 16 << 20
+PART_BYTES = 24 << 20
 """Content a worker is given at a time."""
 
 
