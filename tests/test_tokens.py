@@ -757,3 +757,23 @@ def test_the_command_writes_what_the_scan_gives(
     capsys.readouterr()
     assert main(["tokens", source, "-o", str(out), "--columns", "age,logprobs"]) == 2
     assert "logprobs" in capsys.readouterr().err
+
+
+def test_a_frame_of_tokens_stays_within_bounds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many runs come at once, as they do from a dump, tokens come in pieces."""
+    from traceage import scan as module
+
+    monkeypatch.setattr(module, "TOKENS_PER_BATCH", 1_000)
+    run = Path(__file__).parent.parent / "data/real-dump"
+    ta.write_dump(run, tmp_path)
+    whole = ta.scan_tokens(run).collect()
+    tokens = ta.scan_tokens(tmp_path)
+    keys = ["trace_id", "node", "index"]
+    assert tokens.collect().sort(keys).equals(whole.sort(keys))
+    longest = ta.scan_spans(run).select(pl.col("length").max()).collect().item()
+    reader = module.reader_of(tmp_path)
+    sizes = [frame.height for frame in module.token_batches(reader, ["age", "logprob"])]
+    assert sum(sizes) == whole.height
+    assert max(sizes) <= max(1_000, longest)

@@ -249,7 +249,8 @@ def token_batches(
     spread = (needed - streams) | {"start", "length", "training_version", "version"}
 
     def frames() -> Iterator[pl.DataFrame]:
-        for spans, stamped in _frames(reader, plan, spread, ROWS_PER_BATCH, TOKENS_PER_BATCH):
+        read = _frames(reader, plan, spread, ROWS_PER_BATCH, TOKENS_PER_BATCH)
+        for spans, stamped in (piece for frame in read for piece in _in_pieces(*frame)):
             if of_spans:
                 # What is known of a whole run is decided before there is a row a token.
                 keep = spans.select(pl.all_horizontal(of_spans).fill_null(False)).to_series()
@@ -297,6 +298,20 @@ def _frames(
     if not rows.anything and not plan.left_out and not reader.summary.torn:
         raise TraceError(reader.nothing(files))
     reader.warn()
+
+
+def _in_pieces(
+    spans: pl.DataFrame, stamped: dict[str, pl.Series]
+) -> Iterator[tuple[pl.DataFrame, dict[str, pl.Series]]]:
+    """Runs and their streams in pieces of about `TOKENS_PER_BATCH` tokens."""
+    ends = spans["length"].cast(pl.Int64).cum_sum().to_numpy()
+    first = start = 0
+    while first < spans.height:
+        last = max(int(np.searchsorted(ends, start + TOKENS_PER_BATCH, "right")), first + 1)
+        end = int(ends[last - 1])
+        piece = {name: values.slice(start, end - start) for name, values in stamped.items()}
+        yield spans.slice(first, last - first), piece
+        first, start = last, end
 
 
 def _limited(frames: Iterator[pl.DataFrame], n_rows: int | None) -> Iterator[pl.DataFrame]:
