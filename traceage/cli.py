@@ -11,13 +11,12 @@ import argparse
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from traceage import __version__
 from traceage.errors import ReadSummary, TraceError
+from traceage.output import replacing
 
 if TYPE_CHECKING:
     from traceage.metrics import Tally
@@ -223,7 +222,8 @@ def _metrics(options: argparse.Namespace) -> int:
     tally, summary = _tally(options, by)
     metrics = tally.metrics()
     if options.format == "parquet":
-        _write_whole(options.output, lambda path: metrics.write_parquet(path))
+        with replacing(options.output) as part:
+            metrics.write_parquet(part)
     else:
         if options.format == "json":
             text = json.dumps(metrics.to_dicts(), indent=1, allow_nan=False) + "\n"
@@ -236,7 +236,8 @@ def _metrics(options: argparse.Namespace) -> int:
         if options.output is None:
             sys.stdout.write(text)
         else:
-            _write_whole(options.output, lambda path: path.write_text(text, encoding="utf-8"))
+            with replacing(options.output) as part:
+                part.write_text(text, encoding="utf-8")
     return _close(options, summary)
 
 
@@ -257,7 +258,8 @@ def _tokens(options: argparse.Namespace) -> int:
         weighting=options.weighting,
         **_reading(options, summary),
     )
-    _write_whole(options.output, lambda path: tokens.sink_parquet(path, compression="zstd"))
+    with replacing(options.output) as part:
+        tokens.sink_parquet(part, compression="zstd")
     _say(options, f"wrote {options.output}")
     return _close(options, summary)
 
@@ -324,23 +326,3 @@ def _close(options: argparse.Namespace, summary: ReadSummary) -> int:
 def _say(options: argparse.Namespace, text: str) -> None:
     if not options.quiet:
         print(f"traceage: {text}", file=sys.stderr)
-
-
-def _write_whole(path: str, write: Callable[[Path], object]) -> None:
-    """Write a file under a temporary name beside it, and give it its name when it is whole."""
-    target = Path(path)
-    handle, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
-    os.close(handle)
-    try:
-        write(Path(temporary))
-        os.chmod(temporary, 0o666 & ~_umask())
-        os.replace(temporary, target)
-    except BaseException:
-        os.unlink(temporary)
-        raise
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

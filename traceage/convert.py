@@ -30,6 +30,7 @@ from traceage.formats.dump import (
     arrow_schema,
 )
 from traceage.formats.records import Block, What
+from traceage.output import replacing
 from traceage.plan import Plan
 from traceage.rows import Rows
 from traceage.scan import ReadingOptions, reader_of
@@ -155,7 +156,8 @@ def _convert_file(
     for path in set(before.files if before else ()) - set(files):
         (folder / path).unlink(missing_ok=True)
     entry = _Done(file.path, state, files, traces, tokens, reader.summary.skipped - skipped)
-    _write_text(ledger, json.dumps(asdict(entry), indent=1))
+    with replacing(ledger) as part:
+        part.write_text(json.dumps(asdict(entry), indent=1))
     return entry, True
 
 
@@ -313,12 +315,6 @@ class _Writers:
 
 def _digest(text: str) -> str:
     return hashlib.blake2b(text.encode("utf-8", "surrogateescape"), digest_size=5).hexdigest()
-
-
-def _write_text(path: Path, text: str) -> None:
-    beside = path.with_name(path.name + ".part")
-    beside.write_text(text)
-    os.replace(beside, path)
 
 
 def read_dump_schema(messages: bool = True) -> pl.DataFrame:

@@ -10,11 +10,9 @@ import html
 import json
 import math
 import os
-import secrets
 import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import polars as pl
@@ -29,6 +27,7 @@ from traceage.figures import (
     inline_svg,
     percent,
 )
+from traceage.output import replacing
 
 __all__ = ["summary_table", "write_report"]
 
@@ -269,23 +268,8 @@ def write_report(
     """
     page = _page(metrics, counts, title, [os.fspath(s) for s in sources], list(notes))
     # A lone surrogate (an undecodable file name) cannot be UTF-8: it is written out.
-    _write_whole(Path(path), page.encode("utf-8", "backslashreplace"))
-
-
-def _write_whole(path: Path, data: bytes) -> None:
-    """Write beside the target, then put it in place, so that no reader sees half a page."""
-    target = Path(os.path.realpath(path))  # a link keeps pointing where it did
-    if target.is_dir():
-        raise IsADirectoryError(f"cannot write the report: {path} is a folder")
-    beside = target.with_name(f".traceage-{secrets.token_hex(8)}.tmp")
-    try:
-        with open(beside, "xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, target)
-    finally:
-        beside.unlink(missing_ok=True)
+    with replacing(path) as part:
+        part.write_bytes(page.encode("utf-8", "backslashreplace"))
 
 
 def _page(
