@@ -471,12 +471,13 @@ def copies(folder: Path, size: int, tokens: float) -> tuple[Path, int, int]:
 
 def _copy(file: Path, folder: Path, count: int) -> None:
     """`count` copies of one file of a dump, each at a later step."""
+    import polars as pl
     import pyarrow.parquet as pq
 
     from traceage.formats.dump import dump_metadata
 
     table = pq.ParquetFile(file).read()
-    told = dump_metadata(table.schema)
+    told = dump_metadata(pl.read_parquet_metadata(file))
     assert told is not None
     assert told.step is not None
     last = max(int(step.name.partition("=")[2]) for step in file.parents[1].glob("step=*"))
