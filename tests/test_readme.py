@@ -35,7 +35,9 @@ def test_queries_of_a_dump_by_other_tools(tmp_path: Path, monkeypatch: pytest.Mo
     ta.write_dump(ROOT / "data/real-dump", tmp_path / "dump")
     monkeypatch.chdir(tmp_path)
     [query] = blocks("sql")
-    by_duckdb = duckdb.connect().execute(query).pl()
+    relation = duckdb.sql(query)
+    assert relation is not None
+    by_duckdb = relation.pl()
     [block] = [block for block in blocks("python") if "scan_parquet" in block]
     names: dict[str, Any] = {"pl": pl}
     setup, query = block.split("(\n", 1)
