@@ -1,4 +1,4 @@
-"""The command line: `traceage report`, `metrics`, `tokens` and `convert`.
+"""The command line: `traceage report`, `metrics`, `tokens`, `convert` and `capture`.
 
 Results go to stdout, or to a file that appears only when it is whole; everything else goes to
 stderr. Exit status: 0 all was read; 2 wrong usage, or an input that cannot be counted; 3 something
@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from traceage import __version__
+from traceage.capture.cli import add_parser as add_capture
 from traceage.errors import ReadSummary, TraceError
 from traceage.output import replacing
 
@@ -27,7 +28,13 @@ OK, BAD_INPUT, SKIPPED, INTERRUPTED = 0, 2, 3, 130
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    engine_flags = []
+    if arguments[:1] == ["capture"] and "--" in arguments:
+        cut = arguments.index("--")
+        arguments, engine_flags = arguments[:cut], arguments[cut + 1 :]
     options = _parser().parse_args(arguments)
+    options.engine_flags = engine_flags
     command: Callable[[argparse.Namespace], int] = options.command
     try:
         return command(options)
@@ -121,6 +128,8 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("-o", "--output", metavar="DIR", required=True, help="the dump")
     convert.add_argument("--messages", action="store_true", help="keep the messages' text")
     convert.set_defaults(command=_convert)
+
+    add_capture(commands)
     return parser
 
 

@@ -1,0 +1,213 @@
+"""The engine's routes: an update loads and then labels, and an error leaves all as it was."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import CPU_FLAGS, Engine, Policies, free_port, process, wait_until_healthy
+
+
+def update(engine: Engine, directory: Path, version: Any) -> tuple[int, Any]:
+    return engine.call(
+        "/update_weights", {"weight_dir": str(directory), "weight_version": version}
+    )
+
+
+def adapter(engine: Engine, directory: Path, version: Any) -> tuple[int, Any]:
+    query = "" if version is None else f"?weight_version={version}"
+    body = {"lora_name": "policy", "lora_path": str(directory)}
+    return engine.call(f"/load_lora_adapter{query}", body)
+
+
+def assert_serves(engine: Engine, label: str, logprobs: list[float]) -> None:
+    """It says the label, samples under it, and has the weights it had."""
+    assert engine.label() == label
+    assert engine.generate(4)["weight_versions"] == [{"version": label, "start": 0, "end": 4}]
+    assert engine.logprobs() == pytest.approx(logprobs, abs=1e-6)
+    assert engine.call("/weight_info")[1]["paused"] is False
+
+
+def test_an_update_loads_and_then_labels(engines: tuple[Engine, Engine], tiny: Policies) -> None:
+    engine = engines[0]
+    seen = []
+    for version in (3, 4):
+        assert update(engine, tiny.policies / f"step_{version}", str(version))[0] == 200
+        seen.append(engine.logprobs())
+        assert_serves(engine, str(version), seen[-1])
+    assert seen[0] != pytest.approx(seen[1], abs=1e-3)
+    assert update(engine, tiny.policies / "step_3", 3)[0] == 200  # an integer is a label too
+    assert_serves(engine, "3", seen[0])
+
+
+def broken_policies(tiny: Policies, folder: Path) -> dict[str, Path]:
+    """Checkpoints under the policies root that must not be loaded."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(tiny.policies / "step_5" / "model.safetensors")
+
+    def write(name: str, changed: dict[str, torch.Tensor]) -> Path:
+        path = folder / name
+        shutil.copytree(tiny.policies / "step_5", path)
+        save_file(changed, path / "model.safetensors", metadata={"format": "pt"})
+        return path
+
+    name = "model.layers.0.mlp.up_proj.weight"
+    wrong = write("wrong-shape", tensors | {name: tensors[name][:-1].contiguous()})
+    lacking = write("lacking", {key: t for key, t in tensors.items() if key != name})
+    # Passes every check of the headers, and fails in the worker, after some tensors went in.
+    unknown = write("unknown", tensors | {"model.layers.1.mlp.nonsense.weight": torch.zeros(2)})
+    torn = write("torn", tensors)
+    whole = (torn / "model.safetensors").read_bytes()
+    (torn / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    empty = folder / "empty"
+    empty.mkdir()
+    return {"shape": wrong, "lacks": lacking, "load failed": unknown, "read": torn, "no": empty}
+
+
+def test_an_update_that_fails_leaves_all_as_it_was(
+    engines: tuple[Engine, Engine], tiny: Policies
+) -> None:
+    engine = engines[0]
+    assert update(engine, tiny.policies / "step_2", "2")[0] == 200
+    before = engine.logprobs()
+    folder = tiny.model.parent / "broken"
+    folder.mkdir()
+    policy = tiny.policies / "step_3"
+    for version in (None, "", " ", True, 1.5):
+        status, answer = update(engine, policy, version)
+        assert (status, "weight_version" in answer["error"]) == (422, True), version
+        assert_serves(engine, "2", before)
+    for body in ([1], {"weight_version": "3"}, {"weight_dir": 3, "weight_version": "3"}):
+        assert engine.call("/update_weights", body)[0] == 422
+    assert update(engine, tiny.policies / "step_99", "3")[0] == 404
+    assert update(engine, Path("/"), "3")[0] == 403
+    assert update(engine, tiny.policies / ".." / ".." / "..", "3")[0] == 403
+    assert_serves(engine, "2", before)
+    for word, directory in broken_policies(tiny, folder).items():
+        status, answer = update(engine, directory, "3")
+        assert status == (500 if word == "load failed" else 400), answer
+        assert word in answer["error"]
+        assert_serves(engine, "2", before)
+    shutil.rmtree(folder)
+
+
+def test_an_adapter_loads_and_then_labels(engines: tuple[Engine, Engine], tiny: Policies) -> None:
+    engine = engines[1]
+    assert update(engine, tiny.policies / "step_0", "0")[0] == 200
+    seen = []
+    for version in (6, 7):
+        assert adapter(engine, tiny.adapters / f"step_{version}", version)[0] == 200
+        seen.append(engine.logprobs("policy"))
+        for _ in range(2):  # a load in place that stuck would be seen in the second request
+            span = {"version": str(version), "start": 0, "end": 4}
+            assert engine.generate(4, "policy")["weight_versions"] == [span]
+    assert seen[0] != pytest.approx(seen[1], abs=1e-3)
+
+    # Files that are gone are not missed: nothing reads them again.
+    gone = tiny.adapters / "gone"
+    shutil.copytree(tiny.adapters / "step_6", gone)
+    assert adapter(engine, gone, "8")[0] == 200
+    shutil.rmtree(gone)
+    assert engine.logprobs("policy") == pytest.approx(seen[0], abs=1e-6)
+    assert adapter(engine, tiny.adapters / "step_7", "7")[0] == 200
+
+    config_only = tiny.adapters / "config-only"
+    config_only.mkdir()
+    shutil.copy(tiny.adapters / "step_6" / "adapter_config.json", config_only)
+    for directory, version, expected in (
+        (tiny.adapters / "step_6", None, 422),
+        (tiny.adapters / "nowhere", "9", 404),
+        (Path("/"), "9", 403),
+        (tiny.policies / "step_1", "9", 400),
+        (config_only, "9", 400),
+        (wrong_adapter(tiny), "9", 400),
+        (unknown_adapter(tiny), "9", 500),
+    ):
+        status, answer = adapter(engine, directory, version)
+        assert status == expected, answer
+        assert engine.label() == "7"
+        assert engine.logprobs("policy") == pytest.approx(seen[1], abs=1e-6)
+        span = {"version": "7", "start": 0, "end": 4}
+        assert engine.generate(4, "policy")["weight_versions"] == [span]
+
+
+def wrong_adapter(tiny: Policies) -> Path:
+    """An adapter whose matrices do not fit the model's."""
+    from safetensors.torch import load_file, save_file
+
+    path = tiny.adapters / "wrong"
+    shutil.copytree(tiny.adapters / "step_6", path)
+    file = path / "adapter_model.safetensors"
+    save_file({k: t[:, :-1].contiguous() for k, t in load_file(file).items()}, file)
+    return path
+
+
+def unknown_adapter(tiny: Policies) -> Path:
+    """An adapter for a module that the model does not have."""
+    from safetensors.torch import load_file, save_file
+
+    path = tiny.adapters / "unknown"
+    shutil.copytree(tiny.adapters / "step_6", path)
+    file = path / "adapter_model.safetensors"
+    save_file({k.replace("q_proj", "x_proj"): t for k, t in load_file(file).items()}, file)
+    return path
+
+
+def test_pause_keeps_requests(engines: tuple[Engine, Engine], tiny: Policies) -> None:
+    engine = engines[0]
+    assert engine.call("/pause?mode=abort", {})[0] == 422
+    assert engine.call("/pause", {}) == (200, {"paused": True})
+    assert engine.call("/weight_info")[1]["paused"] is True
+    # An update while paused leaves it paused: whoever paused it resumes it.
+    assert update(engine, tiny.policies / "step_1", "1")[0] == 200
+    assert engine.call("/weight_info")[1]["paused"] is True
+    assert engine.call("/resume", {}) == (200, {"paused": False})
+    assert engine.generate(3)["weight_versions"] == [{"version": "1", "start": 0, "end": 3}]
+
+
+def test_routes_that_run_code_are_not_there(engines: tuple[Engine, Engine]) -> None:
+    for path in (
+        "/collective_rpc",
+        "/v1/load_lora_adapter",
+        "/update_weight_version",
+        "/finish_weight_update",
+        "/sleep",
+        "/reset_prefix_cache",
+    ):
+        assert engines[0].call(path, {})[0] in (404, 405), path
+
+
+def test_other_hosts_need_a_key(tiny: Policies, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "traceage.capture.engine", "--model", str(tiny.model)]
+    refused = subprocess.run(
+        [*command, "--host", "0.0.0.0"], capture_output=True, text=True, check=False
+    )
+    assert refused.returncode == 2
+    assert "--api-key" in refused.stderr
+
+    port = free_port()
+    command += ["--port", str(port), "--stop-with-parent", *CPU_FLAGS, "--max-model-len", "512"]
+    with process([*command, "--api-key", "secret"], tmp_path / "log") as started:
+        engine = Engine(f"http://127.0.0.1:{port}", started)
+        wait_until_healthy(engine.url, started, tmp_path / "log")
+        for path in ("/weight_info", "/v1/models", "/metrics"):
+            assert engine.call(path)[0] == 401, path
+        for path in ("/update_weights", "/pause", "/inference/v1/generate", "/invocations"):
+            assert engine.call(path, {})[0] == 401, path
+        assert engine.call("/weight_info", key="wrong")[0] == 401
+        assert engine.call("/weight_info", key="secret")[1]["weight_version"] == "default"
+        # Without a policies root, the model itself is all that may be loaded.
+        body = {"weight_dir": str(tiny.policies / "step_1"), "weight_version": "1"}
+        assert engine.call("/update_weights", body, key="secret")[0] == 403
+        body["weight_dir"] = str(tiny.model)
+        assert engine.call("/update_weights", body, key="secret")[0] == 200
+        # It stops when what started it is gone.
+        assert started.stdin is not None
+        started.stdin.close()
+        assert started.wait(30) is not None

@@ -1,0 +1,190 @@
+"""One question to a real engine: do its labels change exactly where its weights do?
+
+A long generation is paused half way, other weights are loaded under a new label, and it goes on; a
+second, short request follows. The spans of the first have to tile its output, from the boot label
+to the new one; the second has to carry the new label alone; and the logprobs of one fixed sequence,
+scored before and after, have to differ, or the label would have changed without the weights.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from traceage.capture.tasks import vocabulary_size
+
+from traceage.capture.fleet import ADAPTER, Fleet, FleetError, Policy, Server
+
+Span = dict[str, Any]
+SECOND = 8
+"""How many tokens the second request asks for."""
+
+
+async def probe(
+    model: Path, tokens: int, *, lora: bool = False, flags: Sequence[str] = (), quiet: bool = False
+) -> int:
+    """Run the probe on an engine of its own; prints what it saw, returns 0 if every check held.
+
+    Raises:
+        FleetError: the engine did not start, refused the update, or died.
+    """
+    with tempfile.TemporaryDirectory(prefix="traceage-probe-") as scratch:
+        policies = Path(scratch)
+        async with Fleet(lora=lora) as fleet:
+            if not quiet:
+                print("traceage: starting an engine", file=sys.stderr)
+            flags = ["--max-model-len", str(tokens + 64), *flags]
+            await fleet.start(model, 1, policies, policies / "logs", flags)
+            if lora:
+                from traceage.capture.tiny_model import make_adapters
+
+                boot, new = (Policy(v, policies / f"step_{v}") for v in (0, 7))
+                make_adapters(model, policies, range(1))
+                make_adapters(model, policies, range(7, 8), seed=1)
+                await fleet.update(boot)  # an adapter has to be there to be asked for
+            else:
+                new = Policy(5, policies / "step_5")
+                change_weights(model, new.directory)
+            if not quiet:
+                print(f"traceage: generating {tokens:,} tokens", file=sys.stderr)
+            return await _probe(fleet, model, new, tokens)
+
+
+async def _probe(fleet: Fleet, model: Path, new: Policy, tokens: int) -> int:
+    engine = fleet.engines[0]
+    info = await fleet.call("GET", engine, "/weight_info")
+    boot_label = info["weight_version"]
+    vocabulary = vocabulary_size(model)
+    prompt = [(7 * k + 3) % min(vocabulary, 500) for k in range(32)]
+    await _complete(fleet, engine, prompt, 16)  # the first request warms the engine up
+    before = await _score(fleet, engine, prompt)
+
+    first: list[Span] = []
+    sampled, updated = 0, False
+    async for choice in _stream(fleet, engine, prompt, tokens):
+        sampled += len(choice["token_ids"])
+        first = choice.get("weight_versions") or first
+        if not updated and sampled >= tokens // 3:
+            updated = True
+            await fleet.update(new)
+    second_tokens, second = await _complete(fleet, engine, prompt, SECOND)
+    after = await _score(fleet, engine, prompt)
+
+    label = str(new.version)
+    checks = {
+        f"the first request sampled {tokens} tokens": sampled == tokens,
+        "its spans tile its output": tiles(first, sampled),
+        f"its first label is the boot label, {boot_label}": bool(first)
+        and first[0]["version"] == boot_label,
+        f"its last label is {label}": bool(first) and first[-1]["version"] == label,
+        f"the second request is wholly {label}": tiles(second, second_tokens)
+        and {span["version"] for span in second} == {label},
+        "the weights changed (logprobs of a fixed sequence)": max(
+            abs(a - b) for a, b in zip(before, after, strict=True)
+        )
+        > 0.0,
+    }
+    version = (await fleet.call("GET", engine, "/version"))["version"]
+    print(f"device: {device()}")
+    print(f"model: {model}")
+    print(f"vllm: {version}")
+    print(f"first request: {_show(first)}")
+    print(f"second request: {_show(second)}")
+    mean = [sum(values) / len(values) for values in (before, after)]
+    print(f"mean logprob of a fixed sequence: {mean[0]:.4f} before, {mean[1]:.4f} after")
+    for what, held in checks.items():
+        print(f"{'ok' if held else 'FAILED'}: {what}")
+    return 0 if all(checks.values()) else 1
+
+
+def tiles(spans: Sequence[Span], tokens: int) -> bool:
+    """Whether spans stand one after the other from 0 to the last token.
+
+    >>> tiles([{"version": "0", "start": 0, "end": 3}, {"version": "1", "start": 3, "end": 8}], 8)
+    True
+    >>> tiles([{"version": "0", "start": 1, "end": 8}], 8)
+    False
+    """
+    edge = 0
+    for span in spans:
+        if span["start"] != edge or span["end"] <= edge:
+            return False
+        edge = span["end"]
+    return edge == tokens
+
+
+def change_weights(model: Path, directory: Path) -> None:
+    """Write a checkpoint that differs from `model` in every vector (its norms), by a tenth."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(model, directory, ignore=shutil.ignore_patterns("*.safetensors"))
+    for file in sorted(model.glob("*.safetensors")):
+        tensors = load_file(file)
+        for tensor in tensors.values():
+            if tensor.ndim == 1:
+                tensor *= 1.1
+        save_file(tensors, directory / file.name, metadata={"format": "pt"})
+
+
+def device() -> str:
+    """What the engines of this machine run on."""
+    import torch
+
+    if torch.cuda.is_available():
+        return str(torch.cuda.get_device_name(0))
+    return f"CPU ({platform.machine()}, {os.cpu_count()} cores)"
+
+
+def _request(fleet: Fleet, prompt: list[int], **sampling: Any) -> dict[str, Any]:
+    body: dict[str, Any] = {"token_ids": prompt}
+    body["sampling_params"] = {"temperature": 1.0, "detokenize": False, **sampling}
+    if fleet.lora:
+        body["model"] = ADAPTER
+    return body
+
+
+async def _complete(
+    fleet: Fleet, engine: Server, prompt: list[int], tokens: int
+) -> tuple[int, list[Span]]:
+    body = _request(fleet, prompt, max_tokens=tokens, ignore_eos=True)
+    answer = await fleet.call("POST", engine, "/inference/v1/generate", body)
+    choice = answer["choices"][0]
+    return len(choice["token_ids"]), choice["weight_versions"] or []
+
+
+async def _score(fleet: Fleet, engine: Server, prompt: list[int]) -> list[float]:
+    """The engine's logprob of each token of a sequence but the first."""
+    body = _request(fleet, prompt, max_tokens=1, prompt_logprobs=0)
+    answer = await fleet.call("POST", engine, "/inference/v1/generate", body)
+    return [
+        float(choices[str(token)]["logprob"])
+        for token, choices in zip(prompt[1:], answer["prompt_logprobs"][1:], strict=True)
+    ]
+
+
+async def _stream(
+    fleet: Fleet, engine: Server, prompt: list[int], tokens: int
+) -> AsyncIterator[dict[str, Any]]:
+    body = _request(fleet, prompt, max_tokens=tokens, ignore_eos=True) | {"stream": True}
+    url = f"{engine.url}/inference/v1/generate"
+    async with fleet.session.post(url, json=body) as answer:
+        if answer.status != 200:
+            raise FleetError(f"{engine.name} answered {answer.status}: {await answer.text()}")
+        async for line in answer.content:
+            if line.startswith(b"data: {"):
+                event = json.loads(line[6:])
+                if "choices" not in event:
+                    raise FleetError(f"{engine.name}: {event}")
+                for choice in event["choices"]:
+                    yield choice
+
+
+def _show(spans: Sequence[Span]) -> str:
+    return ", ".join(f"{span['version']} {span['start']}-{span['end']}" for span in spans) or "none"
