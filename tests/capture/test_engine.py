@@ -13,9 +13,7 @@ from conftest import CPU_FLAGS, Engine, Policies, free_port, process, wait_until
 
 
 def update(engine: Engine, directory: Path, version: Any) -> tuple[int, Any]:
-    return engine.call(
-        "/update_weights", {"weight_dir": str(directory), "weight_version": version}
-    )
+    return engine.call("/update_weights", {"weight_dir": str(directory), "weight_version": version})
 
 
 def adapter(engine: Engine, directory: Path, version: Any) -> tuple[int, Any]:

@@ -13,9 +13,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from traceage.capture.tasks import Task, Turn
-
 from traceage.capture.fleet import Completion
+from traceage.capture.tasks import Task, Turn
 
 Record = dict[str, Any]
 

@@ -32,11 +32,11 @@ from pathlib import Path
 from statistics import fmean
 
 from tqdm import tqdm
-from traceage.capture.store import MetricsLog, TraceStoreWriter
-from traceage.capture.tasks import load_task
 
 from traceage.capture.episodes import Record, Rollout, roll_out
 from traceage.capture.fleet import Fleet, Policy, UpdatePath
+from traceage.capture.store import MetricsLog, TraceStoreWriter
+from traceage.capture.tasks import load_task
 from traceage.formats.trace_store import TraceStore
 from traceage.metrics import batch_metrics
 from traceage.output import replacing
@@ -516,7 +516,7 @@ def _plain(value: object) -> object:
 @contextlib.contextmanager
 def _trainer(options: CaptureOptions, step: int) -> Iterator[ProcessPoolExecutor]:
     """The trainer, in a process of its own; it has written the boot policy when this returns."""
-    from traceage.capture.trainer import start_trainer
+    from traceage.capture.trainer import is_ready, start_trainer
 
     pool = ProcessPoolExecutor(
         max_workers=1,
@@ -525,6 +525,7 @@ def _trainer(options: CaptureOptions, step: int) -> Iterator[ProcessPoolExecutor
         initargs=(options.model, options.policies, step, options.learning_rate, options.seed),
     )
     try:
+        pool.submit(is_ready).result()
         yield pool
     finally:
         pool.shutdown(wait=True, cancel_futures=True)

@@ -18,9 +18,8 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from traceage.capture.tasks import vocabulary_size
-
 from traceage.capture.fleet import ADAPTER, Fleet, FleetError, Policy, Server
+from traceage.capture.tasks import vocabulary_size
 
 Span = dict[str, Any]
 SECOND = 8

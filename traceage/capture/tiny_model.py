@@ -85,8 +85,8 @@ def make_adapters(
             if module.rpartition(".")[2] in MODULES:
                 out_features, in_features = tensor.shape
                 for side, shape in (("A", (RANK, in_features)), ("B", (out_features, RANK))):
-                    tensors[f"base_model.model.{module}.lora_{side}.weight"] = (
-                        scale * torch.randn(shape, generator=generator)
+                    tensors[f"base_model.model.{module}.lora_{side}.weight"] = scale * torch.randn(
+                        shape, generator=generator
                     )
         target = directory / f"step_{step}"
         target.mkdir(parents=True)
