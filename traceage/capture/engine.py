@@ -483,7 +483,8 @@ def _stop_with_parent() -> None:
     """Stop when standard input ends, which it does when the process at its other end dies."""
 
     def wait() -> None:
-        while sys.stdin.buffer.read(4096):
+        # Not through sys.stdin, whose lock a waiting thread would hold when Python ends.
+        while os.read(0, 4096):
             pass
         os.kill(os.getpid(), signal.SIGTERM)
 

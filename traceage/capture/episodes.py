@@ -23,7 +23,7 @@ class Generate(Protocol):
     """Samples a completion of a prompt of token ids; `Fleet.generate` does."""
 
     def __call__(
-        self, token_ids: list[int], max_tokens: int, stop_token_ids: list[int], seed: int
+        self, token_ids: list[int], max_tokens: int, stop_token_ids: list[int]
     ) -> Awaitable[Completion]: ...
 
 
@@ -39,7 +39,6 @@ class Rollout:
     """The batch that was being collected when it was dispatched."""
     policy_start: int
     """The policy version that engines served at dispatch."""
-    seed: int
     episode_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     trace_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     dispatch_time: float = field(default_factory=time.time)
@@ -84,9 +83,7 @@ async def roll_out(
             stop_condition = "context_length"
             break
         asked = time.time()
-        completion = await generate(
-            prompt, room, task.stop_token_ids, rollout.seed + len(completions)
-        )
+        completion = await generate(prompt, room, task.stop_token_ids)
         model_seconds += time.time() - asked
         prompt = prompt + completion.token_ids
         completions.append(completion.token_ids)

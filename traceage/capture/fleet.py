@@ -92,7 +92,9 @@ class Fleet:
         self.session = aiohttp.ClientSession(
             headers={"Authorization": f"Bearer {key}"} if key else None,
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=10),
-            connector=aiohttp.TCPConnector(limit=0),
+            # A kept connection that the server has just closed would fail the next request, and
+            # a request takes long enough for a new one not to matter.
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),
         )
         return self
 
@@ -108,6 +110,7 @@ class Fleet:
         logs: Path,
         flags: Sequence[str] = (),
         router: bool = False,
+        seed: int = 0,
     ) -> None:
         """Start `count` engines, and a router before them, and wait until they serve.
 
@@ -124,10 +127,11 @@ class Fleet:
             flags += ["--enable-lora", "--max-loras", "1"]
         for k in range(count):
             port = _free_port()
-            engine = ["traceage.capture.engine", "--model", str(model), "--port", str(port)]
-            self.engines.append(
-                await self._spawn(f"engine_{k}", port, logs, ["-m", *engine, *flags])
-            )
+            engine = ["-m", "traceage.capture.engine", "--model", str(model), "--port", str(port)]
+            # A seed an engine: a seed a request is more than vLLM can keep on CPU when it is paused
+            # (0.32: "CPU Generator does not use offset" ends the engine).
+            engine += ["--seed", str(seed + k), *flags]
+            self.engines.append(await self._spawn(f"engine_{k}", port, logs, engine))
         await asyncio.gather(*(self._until_healthy(engine) for engine in self.engines))
         if router:
             await self._start_router(logs)
@@ -255,7 +259,7 @@ class Fleet:
             raise FleetError("; ".join(failed))
 
     async def generate(
-        self, token_ids: list[int], max_tokens: int, stop_token_ids: list[int], seed: int
+        self, token_ids: list[int], max_tokens: int, stop_token_ids: list[int]
     ) -> Completion:
         """Sample a completion of `token_ids` at temperature 1 from the whole distribution.
 
@@ -275,7 +279,6 @@ class Fleet:
                 "logprobs": 0,
                 "detokenize": False,
                 "stop_token_ids": stop_token_ids,
-                "seed": seed,
             },
         }
         if self.lora:

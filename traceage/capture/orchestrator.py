@@ -140,8 +140,8 @@ class Run:
         self.shipped = first
         self.written = first
         """The newest policy that may be loaded: it is whole on disk, and its batch has shipped."""
-        self.random = random.Random(f"{options.seed}-{first}")
-        self.next_index = self.random.randrange(1 << 20) if first else 0
+        # Examples in order; a seed, or a run that goes on, begins with another one.
+        self.next_index = random.Random(f"{options.seed}-{first}").randrange(1 << 20)
         self.group: Group | None = None
         self.groups: dict[str, Group] = {}
         self.whole: deque[Group] = deque()
@@ -169,6 +169,7 @@ class Run:
                 logs,
                 options.engine_flags,
                 options.router,
+                options.seed,
             )
         boot = boot_policy(options, self.first)
         await self.fleet.update(boot)
@@ -228,7 +229,6 @@ class Run:
             group=group.id,
             dispatch_step=self.shipped + 1,
             policy_start=self.version,
-            seed=self.random.randrange(1 << 31),
         )
         task = asyncio.create_task(
             roll_out(
