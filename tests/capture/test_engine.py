@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -58,14 +59,24 @@ def broken_policies(tiny: Policies, folder: Path) -> dict[str, Path]:
     name = "model.layers.0.mlp.up_proj.weight"
     wrong = write("wrong-shape", tensors | {name: tensors[name][:-1].contiguous()})
     lacking = write("lacking", {key: t for key, t in tensors.items() if key != name})
-    # Passes every check of the headers, and fails in the worker, after some tensors went in.
     unknown = write("unknown", tensors | {"model.layers.1.mlp.nonsense.weight": torch.zeros(2)})
     torn = write("torn", tensors)
     whole = (torn / "model.safetensors").read_bytes()
     (torn / "model.safetensors").write_bytes(whole[: len(whole) // 2])
     empty = folder / "empty"
     empty.mkdir()
-    return {"shape": wrong, "lacks": lacking, "load failed": unknown, "read": torn, "no": empty}
+    # Passes every check of the headers and fails in the worker: its index names a missing file.
+    lost = write("lost", tensors)
+    index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, "model-1-of-1.safetensors")}
+    (lost / "model.safetensors.index.json").write_text(json.dumps(index))
+    return {
+        "shape": wrong,
+        "lacks": lacking,
+        "unlike the model": unknown,
+        "cannot be read": torn,
+        "holds no": empty,
+        "load failed": lost,
+    }
 
 
 def test_an_update_that_fails_leaves_all_as_it_was(

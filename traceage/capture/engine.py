@@ -62,6 +62,7 @@ class PolicyEngine:
         self.policies_root = policies_root
         self.loaded = model_dir
         self.adapters: dict[str, Path] = {}
+        self.broken = ""
         self._lock = asyncio.Lock()
 
     def allowed(self, directory: str) -> Path:
@@ -124,6 +125,8 @@ class PolicyEngine:
         Tokens sampled between the load and the label would carry the wrong version, so generation
         is paused here where the caller has not done it.
         """
+        if self.broken:
+            raise UpdateError(500, self.broken)
         paused = await self.client.is_paused()
         if not paused:
             await self.client.pause_generation(mode="keep", clear_cache=False)
@@ -138,7 +141,7 @@ class PolicyEngine:
             if version is not None:
                 await self.client.update_weight_version(version)
         finally:
-            if not paused:
+            if not paused and not self.broken:
                 await self.client.resume_generation()
 
     async def _undo(self, put_back: Callable[[], Awaitable[None]], error: Exception) -> None:
@@ -146,13 +149,14 @@ class PolicyEngine:
         try:
             await put_back()
         except Exception as second:
-            # Weights of two policies under one label would be worse than no engine.
-            os.kill(os.getpid(), signal.SIGTERM)
-            raise UpdateError(
-                500,
+            # vLLM cannot go back once it has begun to replace layers. Weights of two policies under
+            # one label would be worse than no engine: it stays paused, answers this, and stops.
+            self.broken = (
                 f"the load failed ({_reason(error)}) and so did putting the old weights back "
-                f"({_reason(second)}); the engine stops",
-            ) from error
+                f"({_reason(second)}); the engine stops"
+            )
+            asyncio.get_running_loop().call_later(1.0, os.kill, os.getpid(), signal.SIGTERM)
+            raise UpdateError(500, self.broken) from error
         raise UpdateError(
             500, f"the load failed, the old weights stay: {_reason(error)}"
         ) from error
@@ -211,13 +215,15 @@ def check_checkpoint(directory: Path, model_dir: Path) -> None:
     found = tensor_shapes(directory)
     if not found:
         raise UpdateError(400, f"{directory} holds no .safetensors file")
-    missing = expected.keys() - found.keys()
-    if _ties_embeddings(model_dir):
-        missing.discard("lm_head.weight")
-    if missing:
-        raise UpdateError(
-            400, f"{directory} lacks {len(missing)} tensors of the model, first {min(missing)}"
-        )
+    # Whether a checkpoint of tied embeddings repeats them differs from writer to writer.
+    optional = {"lm_head.weight"} if _ties_embeddings(model_dir) else set()
+    for names, what in (
+        (expected.keys() - found.keys(), "lacks"),
+        (found.keys() - expected.keys(), "has, unlike the model,"),
+    ):
+        if names - optional:
+            first = min(names - optional)
+            raise UpdateError(400, f"{directory} {what} {len(names)} tensors, first {first}")
     for name in sorted(expected.keys() & found.keys()):
         if expected[name] != found[name]:
             raise UpdateError(
@@ -364,9 +370,8 @@ class KeyGuard:
     vLLM's own asks at some of its routes alone, and at none of those added here.
     """
 
-    def __init__(self, app: Any, keys: Sequence[str]) -> None:
+    def __init__(self, app: Any) -> None:
         self.app = app
-        self.keys = [key.encode() for key in keys]
 
     def __call__(self, scope: Any, receive: Any, send: Any) -> Any:
         """Pass a request on, or answer 401."""
@@ -375,7 +380,8 @@ class KeyGuard:
         header = dict(scope["headers"]).get(b"authorization", b"")
         scheme, _, given = header.partition(b" ")
         # Each key is compared, in constant time, so that the answer's delay tells nothing.
-        matches = [hmac.compare_digest(given, key) for key in self.keys]
+        keys = api_keys(scope["app"].state.args)
+        matches = [hmac.compare_digest(given, key.encode()) for key in keys]
         if scheme.lower() == b"bearer" and any(matches):
             return self.app(scope, receive, send)
         refusal = _error(401, "an API key is needed: Authorization: Bearer KEY")
@@ -420,6 +426,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
             f"--host {options.host} is reachable from other machines: give an --api-key, or set "
             "VLLM_API_KEY"
         )
+    if api_keys(options):
+        options.middleware = [*options.middleware, f"traceage.capture.engine.{KeyGuard.__name__}"]
     return options
 
 
@@ -457,8 +465,6 @@ async def serve(options: argparse.Namespace) -> None:
             root.resolve() if root is not None else None,
         )
         app.include_router(routes(engine, options.update_path))
-        if keys := api_keys(options):
-            app.add_middleware(KeyGuard, keys=keys)
         print(f"traceage engine: serving on {address}", file=sys.stderr)
         stopped = await serve_http(
             app,

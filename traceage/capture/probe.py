@@ -176,13 +176,17 @@ async def _stream(
     async with fleet.session.post(url, json=body) as answer:
         if answer.status != 200:
             raise FleetError(f"{engine.name} answered {answer.status}: {await answer.text()}")
-        async for line in answer.content:
-            if line.startswith(b"data: {"):
-                event = json.loads(line[6:])
-                if "choices" not in event:
-                    raise FleetError(f"{engine.name}: {event}")
-                for choice in event["choices"]:
-                    yield choice
+        rest = b""
+        # In chunks as they come: iterating over lines stalls once many small chunks are buffered.
+        async for data, _ in answer.content.iter_chunks():
+            *lines, rest = (rest + data).split(b"\n")
+            for line in lines:
+                if line.startswith(b"data: {"):
+                    event = json.loads(line[6:])
+                    if "choices" not in event:
+                        raise FleetError(f"{engine.name}: {event}")
+                    for choice in event["choices"]:
+                        yield choice
 
 
 def _show(spans: Sequence[Span]) -> str:
