@@ -167,8 +167,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Policies:
 def engines(
     tiny: Policies, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Engine, Engine]]:
-    """Two engines that load anything of `tiny`, adapters too."""
+    """Two engines that load anything of `tiny`, adapters too; the first, of any test's folder."""
     logs = tmp_path_factory.mktemp("logs")
-    roots = [tiny.model.parent] * 2
+    roots = [tmp_path_factory.getbasetemp(), tiny.model.parent]
     with running_engines(tiny.model, roots, logs, "--enable-lora") as (first, second):
         yield first, second

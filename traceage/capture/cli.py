@@ -103,7 +103,7 @@ def add_parser(commands: Any) -> None:
         help="train on the shipped batches with the built-in trainer, which writes the policies",
     )
     training.add_argument(
-        "--learning-rate", type=float, default=1e-3, metavar="X", help="of Adam (default: 1e-3)"
+        "--learning-rate", type=float, default=3e-3, metavar="X", help="of Adam (default: 3e-3)"
     )
     capture.set_defaults(command=_capture, usage_error=capture.error)
 

@@ -67,7 +67,7 @@ class CaptureOptions:
     update_path: UpdatePath = "update-weights"
     lora: bool = False
     train: bool = False
-    learning_rate: float = 1e-3
+    learning_rate: float = 3e-3
     resume_step: int | None = None
     seed: int = 0
     quiet: bool = False

@@ -68,7 +68,9 @@ class Trainer:
     ) -> None:
         import torch
         from transformers import AutoModelForCausalLM
+        from transformers.utils.logging import disable_progress_bar
 
+        disable_progress_bar()  # they are of reading and writing, at every step
         torch.manual_seed(seed)
         torch.set_num_threads(1)  # the engines need the other cores
         self.policies = policies
@@ -138,7 +140,7 @@ class Trainer:
             scored.append(_spread(sample, positions, logprobs.detach(), entropies, mismatch))
             for k, values in enumerate((entropies, mismatch, log_ratio.detach().exp())):
                 sums[k + 1] += float(values.sum())
-            sums[0] += float(loss)
+            sums[0] += float(loss.detach())
         norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, MAX_GRAD_NORM))
         if math.isfinite(norm):
             for parameter, master in zip(self.parameters, self.master, strict=True):
