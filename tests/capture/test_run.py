@@ -28,7 +28,7 @@ from conftest import Engine, Policies, free_port, process, wait_until_healthy
 
 import traceage as ta
 
-SMALL = ["--batch-size", "4", "--group-size", "2", "--concurrency", "12", "--max-tokens", "256"]
+SMALL = ["--batch-size", "4", "--group-size", "2", "--concurrency", "16", "--max-tokens", "256"]
 
 
 def command(tiny: Policies, out: Path, *flags: str) -> list[str]:
@@ -160,8 +160,8 @@ def test_verifiers_validates_every_record(
     assert len(lines) >= 8
     for line in lines:
         record = json.loads(line)
-        for trace in record["traces"]:
-            validated = vf.WireTrace.model_validate(trace)
+        episode = vf.WireEpisode.model_validate(record)
+        for validated, trace in zip(episode.traces, record["traces"], strict=True):
             for node, stored in zip(validated.nodes, trace["nodes"], strict=True):
                 spans = stored.get("weight_versions")
                 got = node.weight_versions
@@ -175,7 +175,7 @@ def test_verifiers_validates_every_record(
 def test_two_engines(
     engines: tuple[Engine, Engine], tiny: Policies, tmp_path: Path, routed: bool
 ) -> None:
-    flags = [*url(*engines), "--policies", str(tiny.policies), "--steps", "5"]
+    flags = [*url(*engines), "--policies", str(tiny.policies), "--steps", "8"]
     if not routed:
         done = capture(tiny, tmp_path / "run", *flags)
     else:
@@ -188,7 +188,7 @@ def test_two_engines(
             wait_until_healthy(address, started, tmp_path / "router.log")
             done = capture(tiny, tmp_path / "run", *flags, "--router-url", address)
     assert done.returncode == 0, done.stderr
-    shipped = assert_promises(tmp_path / "run", 5)
+    shipped = assert_promises(tmp_path / "run", 8)
     assert shipped["mixed_nodes"].sum() >= shipped["sampled_nodes"].sum() / 3
 
 

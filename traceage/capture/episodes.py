@@ -110,7 +110,7 @@ async def roll_out(
         "version": 1,
         "id": rollout.trace_id,
         "task": what,
-        "agent": {"name": "agent", "trainable": True},
+        "agent": {"name": "agent", "trainable": True, "config": {}},
         "nodes": nodes,
         "rewards": {},
         "info": {},

@@ -139,7 +139,7 @@ class Run:
         self.first = first
         self.shipped = first
         self.written = first
-        """The newest policy that may be loaded: it is whole on disk, and its batch has shipped."""
+        """The newest policy that is served, and what is too old for it dropped."""
         # Examples in order; a seed, or a run that goes on, begins with another one.
         self.next_index = random.Random(f"{options.seed}-{first}").randrange(1 << 20)
         self.group: Group | None = None
@@ -264,9 +264,9 @@ class Run:
         while True:
             newest = newest_policy(self.options.policies, self.shipped)
             if newest is not None and newest.version > self.written:
-                self.written = newest.version
                 await self.fleet.update(newest)
                 self._drop_old()
+                self.written = newest.version
             else:
                 await asyncio.sleep(POLL_SECONDS)
 

@@ -8,13 +8,14 @@ scored before and after, have to differ, or the label would have changed without
 
 from __future__ import annotations
 
-import json
+import asyncio
 import os
 import platform
+import re
 import shutil
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,14 +66,12 @@ async def _probe(fleet: Fleet, model: Path, new: Policy, tokens: int) -> int:
     await _complete(fleet, engine, prompt, 16)  # the first request warms the engine up
     before = await _score(fleet, engine, prompt)
 
-    first: list[Span] = []
-    sampled, updated = 0, False
-    async for choice in _stream(fleet, engine, prompt, tokens):
-        sampled += len(choice["token_ids"])
-        first = choice.get("weight_versions") or first
-        if not updated and sampled >= tokens // 3:
-            updated = True
-            await fleet.update(new)
+    request = asyncio.create_task(_complete(fleet, engine, prompt, tokens))
+    begin = await _generated(fleet, engine)
+    while not request.done() and await _generated(fleet, engine) - begin < tokens // 3:
+        await asyncio.sleep(0.05)
+    await fleet.update(new)
+    sampled, first = await request
     second_tokens, second = await _complete(fleet, engine, prompt, SECOND)
     after = await _score(fleet, engine, prompt)
 
@@ -168,25 +167,14 @@ async def _score(fleet: Fleet, engine: Server, prompt: list[int]) -> list[float]
     ]
 
 
-async def _stream(
-    fleet: Fleet, engine: Server, prompt: list[int], tokens: int
-) -> AsyncIterator[dict[str, Any]]:
-    body = _request(fleet, prompt, max_tokens=tokens, ignore_eos=True) | {"stream": True}
-    url = f"{engine.url}/inference/v1/generate"
-    async with fleet.session.post(url, json=body) as answer:
-        if answer.status != 200:
-            raise FleetError(f"{engine.name} answered {answer.status}: {await answer.text()}")
-        rest = b""
-        # In chunks as they come: iterating over lines stalls once many small chunks are buffered.
-        async for data, _ in answer.content.iter_chunks():
-            *lines, rest = (rest + data).split(b"\n")
-            for line in lines:
-                if line.startswith(b"data: {"):
-                    event = json.loads(line[6:])
-                    if "choices" not in event:
-                        raise FleetError(f"{engine.name}: {event}")
-                    for choice in event["choices"]:
-                        yield choice
+async def _generated(fleet: Fleet, engine: Server) -> float:
+    """How many tokens the engine has sampled so far, as its metrics say."""
+    async with fleet.session.get(f"{engine.url}/metrics") as answer:
+        text = await answer.text()
+    counts = re.findall(r"^vllm:generation_tokens_total\{.*\} (\S+)$", text, re.MULTILINE)
+    if not counts:
+        raise FleetError(f"{engine.name} has no vllm:generation_tokens_total among its metrics")
+    return sum(map(float, counts))
 
 
 def _show(spans: Sequence[Span]) -> str:
