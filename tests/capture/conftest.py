@@ -25,6 +25,7 @@ import pytest
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 collect_ignore_glob = [] if HAS_VLLM else ["test_*.py"]
 
+KEY = "secret"
 CPU_FLAGS = ["--skip-tokenizer-init", "--enforce-eager", "--dtype", "bfloat16"]
 
 
@@ -172,3 +173,12 @@ def engines(
     roots = [tmp_path_factory.getbasetemp(), tiny.model.parent]
     with running_engines(tiny.model, roots, logs, "--enable-lora") as (first, second):
         yield first, second
+
+
+@pytest.fixture(scope="session")
+def keyed_engine(tiny: Policies, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """An engine that wants a key and is updated through `/collective_rpc`."""
+    logs = tmp_path_factory.mktemp("keyed")
+    flags = ["--api-key", KEY, "--update-path", "collective-rpc"]
+    with running_engines(tiny.model, [tiny.policies], logs, *flags) as (engine,):
+        yield engine

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import CPU_FLAGS, Engine, Policies, free_port, process, wait_until_healthy
+from conftest import KEY, Engine, Policies
 
 
 def update(engine: Engine, directory: Path, version: Any) -> tuple[int, Any]:
@@ -192,7 +192,7 @@ def test_routes_that_run_code_are_not_there(engines: tuple[Engine, Engine]) -> N
         assert engines[0].call(path, {})[0] in (404, 405), path
 
 
-def test_other_hosts_need_a_key(tiny: Policies, tmp_path: Path) -> None:
+def test_other_hosts_need_a_key(tiny: Policies) -> None:
     command = [sys.executable, "-m", "traceage.capture.engine", "--model", str(tiny.model)]
     refused = subprocess.run(
         [*command, "--host", "0.0.0.0"], capture_output=True, text=True, check=False
@@ -200,23 +200,30 @@ def test_other_hosts_need_a_key(tiny: Policies, tmp_path: Path) -> None:
     assert refused.returncode == 2
     assert "--api-key" in refused.stderr
 
-    port = free_port()
-    command += ["--port", str(port), "--stop-with-parent", *CPU_FLAGS, "--max-model-len", "512"]
-    with process([*command, "--api-key", "secret"], tmp_path / "log") as started:
-        engine = Engine(f"http://127.0.0.1:{port}", started)
-        wait_until_healthy(engine.url, started, tmp_path / "log")
-        for path in ("/weight_info", "/v1/models", "/metrics"):
-            assert engine.call(path)[0] == 401, path
-        for path in ("/update_weights", "/pause", "/inference/v1/generate", "/invocations"):
-            assert engine.call(path, {})[0] == 401, path
-        assert engine.call("/weight_info", key="wrong")[0] == 401
-        assert engine.call("/weight_info", key="secret")[1]["weight_version"] == "default"
-        # Without a policies root, the model itself is all that may be loaded.
-        body = {"weight_dir": str(tiny.policies / "step_1"), "weight_version": "1"}
-        assert engine.call("/update_weights", body, key="secret")[0] == 403
-        body["weight_dir"] = str(tiny.model)
-        assert engine.call("/update_weights", body, key="secret")[0] == 200
-        # It stops when what started it is gone.
-        assert started.stdin is not None
-        started.stdin.close()
-        assert started.wait(30) is not None
+
+def test_a_key_is_asked_for_everywhere(keyed_engine: Engine) -> None:
+    for path in ("/weight_info", "/v1/models", "/metrics"):
+        assert keyed_engine.call(path)[0] == 401, path
+    for path in ("/collective_rpc", "/pause", "/inference/v1/generate", "/invocations"):
+        assert keyed_engine.call(path, {})[0] == 401, path
+    assert keyed_engine.call("/weight_info", key="wrong")[0] == 401
+    assert keyed_engine.call("/weight_info", key=KEY)[1]["weight_version"] == "default"
+
+
+def test_collective_rpc_reloads_weights_and_nothing_else(
+    keyed_engine: Engine, tiny: Policies
+) -> None:
+    def call(method: str, **kwargs: Any) -> int:
+        body = {"method": method, "kwargs": kwargs}
+        return keyed_engine.call("/collective_rpc", body, key=KEY)[0]
+
+    assert call("load_model") == 403
+    assert call("reload_weights") == 422
+    assert call("reload_weights", weights_path="/") == 403
+    assert call("reload_weights", weights_path=str(tiny.policies / "step_99")) == 404
+    assert call("reload_weights", weights_path=str(tiny.policies / "step_1")) == 200
+    info = keyed_engine.call("/weight_info", key=KEY)[1]
+    assert info["weight_version"] == "default"
+    assert info["weight_dir"] == str(tiny.policies / "step_1")
+    for path in ("/update_weights", "/load_lora_adapter"):
+        assert keyed_engine.call(path, {}, key=KEY)[0] == 404

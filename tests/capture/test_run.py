@@ -24,7 +24,7 @@ import polars as pl
 import pytest
 import verifiers.v1 as vf
 import zstandard
-from conftest import Engine, Policies, free_port, process, wait_until_healthy
+from conftest import KEY, Engine, Policies, free_port, process, wait_until_healthy
 
 import traceage as ta
 
@@ -290,17 +290,16 @@ def test_an_engine_is_killed(tiny: Policies, tmp_path: Path) -> None:
     assert_promises(run, max(logged(run)))
 
 
-def test_collective_rpc_never_labels(tiny: Policies, tmp_path: Path) -> None:
+def test_collective_rpc_never_labels(
+    keyed_engine: Engine, tiny: Policies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", KEY)
     run = tmp_path / "run"
-    flags = ["--update-path", "collective-rpc", "--policies", str(tiny.policies)]
-    with capturing(tiny, run, *flags, "--", "--max-model-len", "2048") as started:
-        wait_for(lambda: 3 in logged(run), started)
-        (engine,) = children(started.pid)
-        started.send_signal(signal.SIGTERM)
-        assert started.wait(60) == 130
-    assert not Path(f"/proc/{engine}").exists()  # what it started ended with it
+    flags = ["--update-path", "collective-rpc", "--policies", str(tiny.policies), "--steps", "3"]
+    done = capture(tiny, run, *url(keyed_engine), *flags)
+    assert done.returncode == 0, done.stderr
     metrics = ta.off_policy_metrics(ta.scan_spans(run, quiet=True)).filter(pl.col("episodes") > 0)
-    assert metrics.height >= 3
+    assert metrics.height == 3
     assert (metrics["coverage"] == 0).all()
     assert (metrics["default_tokens"] == metrics["sampled_tokens"]).all()
     assert metrics["off_policy/token/mean"].null_count() == metrics.height
