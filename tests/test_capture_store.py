@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import os
 import random
@@ -370,7 +371,7 @@ def test_a_chunk_does_not_outgrow_its_size(tmp_path: Path) -> None:
     assert len(contents) > 3
     for content in contents:
         assert len(content) <= 6000 or content.count(b"\n") == 1
-    for one, following in zip(contents, contents[1:], strict=False):
+    for one, following in itertools.pairwise(contents):
         assert len(one) + following.index(b"\n") + 1 > 6000
     assert_whole(tmp_path)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import KEY, Engine, Policies
+from engines import KEY, Engine, Policies
 
 
 def update(engine: Engine, directory: Path, version: Any) -> tuple[int, Any]:
@@ -88,7 +88,8 @@ def test_an_update_that_fails_leaves_all_as_it_was(
     folder = tiny.model.parent / "broken"
     folder.mkdir()
     policy = tiny.policies / "step_3"
-    for version in (None, "", " ", True, 1.5):
+    missing: list[Any] = [None, "", " ", True, 1.5]
+    for version in missing:
         status, answer = update(engine, policy, version)
         assert (status, "weight_version" in answer["error"]) == (422, True), version
         assert_serves(engine, "2", before)

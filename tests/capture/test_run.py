@@ -24,7 +24,7 @@ import polars as pl
 import pytest
 import verifiers.v1 as vf
 import zstandard
-from conftest import KEY, Engine, Policies, free_port, process, wait_until_healthy
+from engines import KEY, Engine, Policies, free_port, process, wait_until_healthy
 
 import traceage as ta
 
@@ -85,7 +85,7 @@ def assert_promises(run: Path, steps: int) -> pl.DataFrame:
     assert shipped["step"].to_list() == list(range(1, steps + 1))
     assert (shipped["coverage"] == 1.0).all()
     assert shipped["default_tokens"].sum() == 0
-    assert shipped["off_policy/token/min"].min() == 0 or shipped["off_policy/token/min"].min() > 0
+    assert (shipped["off_policy/token/min"] >= 0).all()
     log = logged(run)
     assert sorted(log) == list(range(1, steps + 1))
     for row in shipped.to_dicts():
@@ -251,9 +251,6 @@ def test_interrupted_and_resumed(
     assert "taken back" in done.stderr
     shipped = assert_promises(run, last + 1)
     assert (shipped["episodes"] == 4).all()
-    # Nothing was sampled under a version that the resumed run had not reached.
-    ages = ta.age_counts(ta.scan_spans(run, quiet=True))["age"]
-    assert ages.min() == 0 or ages.min() > 0
 
 
 def children(pid: int) -> list[int]:

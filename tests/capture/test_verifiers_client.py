@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Engine, Policies
+from engines import Engine, Policies
 
 import traceage as ta
 
@@ -67,7 +67,7 @@ async def roll_out(engine: Engine, tiny: Policies, tokenizer: Path) -> tuple[Any
     )
     model = engine.call("/v1/models")[1]["data"][0]["id"]
     prompt: list[Any] = [types.UserMessage(content="t1 t2 t3 t4")]
-    responses = []
+    responses: list[Any] = []
     for tokens in (1500, 20):
         turn = graph.prepare_turn(trace, prompt)
         sampling = SamplingConfig(temperature=1.0, max_tokens=tokens, min_tokens=tokens)
@@ -75,9 +75,9 @@ async def roll_out(engine: Engine, tiny: Policies, tokenizer: Path) -> tuple[Any
             client.get_response(ChatDialect(), {"model": model}, sampling, turn=turn)
         )
         if not responses:
-            while engine.call("/load")[1]["server_load"] == 0 and not asked.done():
+            before = await asyncio.to_thread(engine.sampled)
+            while await asyncio.to_thread(engine.sampled) - before < 300 and not asked.done():
                 await asyncio.sleep(0.05)
-            await asyncio.sleep(1.0)
             body = {"weight_dir": str(tiny.policies / "step_6"), "weight_version": "6"}
             status, answer = await asyncio.to_thread(engine.call, "/update_weights", body)
             assert status == 200, answer

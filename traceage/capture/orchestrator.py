@@ -30,6 +30,7 @@ from importlib.metadata import distributions
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from tqdm import tqdm
 
@@ -179,7 +180,7 @@ class Run:
 
     async def until_shipped(self) -> None:
         """Dispatch, update and ship until the last batch; then drop what is in flight."""
-        jobs = [
+        jobs: list[asyncio.Task[Any]] = [
             asyncio.create_task(self._dispatch()),
             asyncio.create_task(self._follow_policies()),
             asyncio.create_task(self.fleet.watch()),
@@ -208,15 +209,17 @@ class Run:
             if len(running) < options.concurrency and waiting < 2 * options.batch_size:
                 self._dispatch_one()
                 continue
-            # Time out to see a batch ship, which makes room without an episode having ended.
-            done, _ = await asyncio.wait(
-                running or [asyncio.create_task(asyncio.sleep(POLL_SECONDS))],
-                timeout=POLL_SECONDS,
-                return_when=asyncio.FIRST_COMPLETED,
-            )
-            for task in done & running.keys():
-                if not task.cancelled():
-                    self._arrive(running[task], task.result())
+            # Not for long: a batch that ships makes room without an episode having ended.
+            if running:
+                await asyncio.wait(
+                    running, timeout=POLL_SECONDS, return_when=asyncio.FIRST_COMPLETED
+                )
+            else:
+                await asyncio.sleep(POLL_SECONDS)
+            for task, group in running.items():
+                # Not those of a group that was dropped meanwhile.
+                if task.done() and task in group.running:
+                    self._arrive(group, task.result())
 
     def _dispatch_one(self) -> None:
         group = self.group
@@ -285,6 +288,7 @@ class Run:
                 if task.done():
                     self._arrive(group, task.result())
                 task.cancel()
+            group.running.clear()
             if group in self.whole:
                 self.whole.remove(group)
             if group is self.group:

@@ -118,8 +118,8 @@ def tiles(spans: Sequence[Span], tokens: int) -> bool:
     return edge == tokens
 
 
-def change_weights(model: Path, directory: Path) -> None:
-    """Write a checkpoint that differs from `model` in every vector (its norms), by a tenth."""
+def change_weights(model: Path, directory: Path, factor: float = 1.1) -> None:
+    """Write a checkpoint that differs from `model` in every vector (its norms), by a factor."""
     from safetensors.torch import load_file, save_file
 
     shutil.copytree(model, directory, ignore=shutil.ignore_patterns("*.safetensors"))
@@ -127,7 +127,7 @@ def change_weights(model: Path, directory: Path) -> None:
         tensors = load_file(file)
         for tensor in tensors.values():
             if tensor.ndim == 1:
-                tensor *= 1.1
+                tensor *= factor
         save_file(tensors, directory / file.name, metadata={"format": "pt"})
 
 

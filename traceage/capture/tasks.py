@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -203,12 +203,13 @@ def load_task(spec: str, model_dir: Path) -> Task:
             f"no task {spec!r}: it is low-tokens, a .jsonl file, or package.module:attribute"
         )
     try:
-        found: Task | Callable[[Path], Task] = getattr(importlib.import_module(module), attribute)
+        found: Any = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"no task {spec!r}: {error}") from error
     if isinstance(found, type) or not hasattr(found, "start"):
-        found = found(model_dir)  # type: ignore[operator]
-    return found  # type: ignore[return-value]
+        found = found(model_dir)
+    task: Task = found
+    return task
 
 
 def _config(model_dir: Path) -> dict[str, Any]:
