@@ -130,7 +130,7 @@ def test_an_adapter_loads_and_then_labels(engines: tuple[Engine, Engine], tiny: 
     config_only = tiny.adapters / "config-only"
     config_only.mkdir()
     shutil.copy(tiny.adapters / "step_6" / "adapter_config.json", config_only)
-    for directory, version, expected in (
+    cases: list[tuple[Path, str | None, int]] = [
         (tiny.adapters / "step_6", None, 422),
         (tiny.adapters / "nowhere", "9", 404),
         (Path("/"), "9", 403),
@@ -138,8 +138,9 @@ def test_an_adapter_loads_and_then_labels(engines: tuple[Engine, Engine], tiny: 
         (config_only, "9", 400),
         (wrong_adapter(tiny), "9", 400),
         (unknown_adapter(tiny), "9", 500),
-    ):
-        status, answer = adapter(engine, directory, version)
+    ]
+    for directory, label, expected in cases:
+        status, answer = adapter(engine, directory, label)
         assert status == expected, answer
         assert engine.label() == "7"
         assert engine.logprobs("policy") == pytest.approx(seen[1], abs=1e-6)
