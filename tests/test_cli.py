@@ -208,3 +208,38 @@ def test_help_names_every_command() -> None:
     assert "report" in done.stdout
     assert "metrics" in done.stdout
     assert traceage().returncode == 2
+
+
+# As where the extra is not installed.
+BLOCKING = """
+import importlib.util, sys
+find_spec = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *more: None if name == "vllm" else find_spec(name, *more)
+from traceage.cli import main
+sys.exit(main())
+"""
+
+
+def test_capture_says_what_it_needs(tmp_path: Path) -> None:
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-c", BLOCKING, *arguments],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    done = run("capture", "--out", str(tmp_path))
+    assert done.returncode == 2
+    assert "--model, --policies" in done.stderr
+    done = run("capture", "--model", ".", "--policies", ".", "--out", str(tmp_path / "run"))
+    assert done.returncode == 2
+    assert "vllm cannot be imported: pip install 'traceage[capture]'" in done.stderr
+    done = run("capture", "probe", "--model", ".")
+    assert done.returncode == 2
+    assert "vllm cannot be imported" in done.stderr
+    assert not (tmp_path / "run").exists()
+    done = run("capture", "--help")
+    assert done.returncode == 0
+    assert "probe" in done.stdout
+    assert "--max-off-policy-steps" in done.stdout

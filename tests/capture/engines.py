@@ -135,6 +135,12 @@ def running_engines(
             log = log_dir / f"engine_{k}_{engine.url.rsplit(':', 1)[1]}.log"
             wait_until_healthy(engine.url, engine.process, log)
         yield engines
+        # They stop by themselves when what started them is gone.
+        for engine in engines:
+            assert engine.process.stdin is not None
+            engine.process.stdin.close()
+        for engine in engines:
+            engine.process.wait(60)
 
 
 @dataclass(frozen=True)

@@ -353,3 +353,12 @@ def test_training_raises_the_reward(
     assert kl < 3e-4
     old = tokens.filter(pl.col("age") >= 2)
     assert old.select((ratio.exp() - ratio - 1).mean()).item() > 3 * kl
+
+    # Going on from an earlier checkpoint: the last one belongs to a batch that is taken back.
+    before = (run / "policies" / "step_24" / "model.safetensors").read_bytes()
+    done = capture(tiny, run, *flags, "--resume-step", "23")
+    assert done.returncode == 0, done.stderr
+    assert "16 traces of batches after step 23 are taken back" in done.stderr
+    shipped = assert_promises(run, 24)
+    assert (shipped["episodes"] == 16).all()
+    assert (run / "policies" / "step_24" / "model.safetensors").read_bytes() != before

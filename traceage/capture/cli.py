@@ -138,6 +138,13 @@ def _capture(options: argparse.Namespace) -> int:
         options.usage_error("--router starts a router before engines that are started here")
     if options.router_url and not options.engine_url:
         options.usage_error("--router-url needs the engines behind it: --engine-url, repeated")
+    _check_installed(
+        options,
+        "aiohttp",
+        *([] if options.engine_url else ["vllm"]),
+        *(["vllm_router"] if options.router else []),
+        *(["torch", "transformers"] if options.train else []),
+    )
     from traceage.capture.orchestrator import CaptureOptions, capture
 
     run = CaptureOptions(
@@ -168,6 +175,7 @@ def _capture(options: argparse.Namespace) -> int:
 
 
 def _probe(options: argparse.Namespace) -> int:
+    _check_installed(options, "aiohttp", "vllm")
     from traceage.capture.probe import probe
 
     return _until_done(
@@ -179,6 +187,16 @@ def _probe(options: argparse.Namespace) -> int:
             quiet=options.quiet,
         )
     )
+
+
+def _check_installed(options: argparse.Namespace, *modules: str) -> None:
+    from importlib.util import find_spec
+
+    if missing := [module for module in modules if find_spec(module) is None]:
+        options.usage_error(
+            f"{', '.join(missing)} cannot be imported: pip install 'traceage[capture]', or, "
+            "without a GPU, scripts/install_capture_cpu"
+        )
 
 
 def _until_done(job: Coroutine[Any, Any, int]) -> int:

@@ -25,6 +25,7 @@ import uuid
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from importlib.metadata import distributions
 from multiprocessing import get_context
@@ -180,6 +181,7 @@ class Run:
 
     async def until_shipped(self) -> None:
         """Dispatch, update and ship until the last batch; then drop what is in flight."""
+        self.last_ship = time.time()
         jobs: list[asyncio.Task[Any]] = [
             asyncio.create_task(self._dispatch()),
             asyncio.create_task(self._follow_policies()),
@@ -362,9 +364,12 @@ class Run:
             for group in groups
             for rollout, advantage in zip(group.arrived, advantages(group), strict=True)
         ]
-        scored, metrics = await asyncio.get_running_loop().run_in_executor(
-            self.trainer, train, step, samples
-        )
+        try:
+            scored, metrics = await asyncio.get_running_loop().run_in_executor(
+                self.trainer, train, step, samples
+            )
+        except BrokenProcessPool as error:
+            raise CaptureError(f"the trainer's process ended while it trained {step}") from error
         for sample in scored:
             branch = {
                 "index": sample.branch,
@@ -491,7 +496,7 @@ def _check(options: CaptureOptions, first: int) -> None:
         options.policies.mkdir(parents=True, exist_ok=True)
     elif not options.policies.is_dir():
         raise CaptureError(f"{options.policies} is no directory; policies are step_<N> under it")
-    if not options.train:
+    if first or not options.train:
         boot_policy(options, first)
 
 
@@ -522,6 +527,10 @@ def _trainer(options: CaptureOptions, step: int) -> Iterator[ProcessPoolExecutor
     """The trainer, in a process of its own; it has written the boot policy when this returns."""
     from traceage.capture.trainer import is_ready, start_trainer
 
+    # Checkpoints of batches that are taken back are not to be loaded when their number comes up.
+    for marker in options.policies.glob("step_*/STABLE"):
+        if marker.parent.name[5:].isdecimal() and int(marker.parent.name[5:]) > step:
+            marker.unlink()
     pool = ProcessPoolExecutor(
         max_workers=1,
         mp_context=get_context("spawn"),
@@ -529,7 +538,10 @@ def _trainer(options: CaptureOptions, step: int) -> Iterator[ProcessPoolExecutor
         initargs=(options.model, options.policies, step, options.learning_rate, options.seed),
     )
     try:
-        pool.submit(is_ready).result()
+        try:
+            pool.submit(is_ready).result()
+        except BrokenProcessPool as error:
+            raise CaptureError("the trainer did not start; its error stands above") from error
         yield pool
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
