@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from traceage.capture.fleet import CPU_ENVIRONMENT
+
 KEY = "secret"
 CPU_FLAGS = ["--skip-tokenizer-init", "--enforce-eager", "--dtype", "bfloat16"]
 
@@ -82,7 +84,7 @@ def free_port() -> int:
 
 
 @contextmanager
-def process(command: list[str], log: Path, **environment: str) -> Iterator[subprocess.Popen[bytes]]:
+def process(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A process that ends with the block; it is told to stop, and killed if it does not."""
     with log.open("wb") as output:
         started = subprocess.Popen(
@@ -90,7 +92,7 @@ def process(command: list[str], log: Path, **environment: str) -> Iterator[subpr
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=output,
-            env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", **environment},
+            env={**CPU_ENVIRONMENT, **os.environ},
         )
     try:
         yield started
@@ -117,7 +119,7 @@ def wait_until_healthy(url: str, started: subprocess.Popen[bytes], log: Path) ->
 
 @contextmanager
 def running_engines(
-    model: Path, roots: list[Path], log_dir: Path, *flags: str, **environment: str
+    model: Path, roots: list[Path], log_dir: Path, *flags: str
 ) -> Iterator[list[Engine]]:
     """Engines that load from under `roots`, one each, started side by side."""
     with ExitStack() as stack:
@@ -127,9 +129,7 @@ def running_engines(
             command = [sys.executable, "-m", "traceage.capture.engine", "--model", str(model)]
             command += ["--policies-root", str(root), "--port", str(port), "--stop-with-parent"]
             command += ["--max-model-len", "8192", *CPU_FLAGS, *flags]
-            started = stack.enter_context(
-                process(command, log_dir / f"engine_{k}_{port}.log", **environment)
-            )
+            started = stack.enter_context(process(command, log_dir / f"engine_{k}_{port}.log"))
             engines.append(Engine(f"http://127.0.0.1:{port}", started))
         for k, engine in enumerate(engines):
             log = log_dir / f"engine_{k}_{engine.url.rsplit(':', 1)[1]}.log"

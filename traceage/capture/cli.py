@@ -74,20 +74,20 @@ def add_parser(commands: Any) -> None:
         "low-tokens)",
     )
     episodes.add_argument(
-        "--concurrency", type=int, default=16, metavar="N", help="episodes in flight (default: 16)"
+        "--concurrency", type=int, default=32, metavar="N", help="episodes in flight (default: 32)"
     )
     episodes.add_argument(
-        "--batch-size", type=int, default=8, metavar="N", help="episodes a batch (default: 8)"
+        "--batch-size", type=int, default=16, metavar="N", help="episodes a batch (default: 16)"
     )
     episodes.add_argument(
         "--group-size",
         type=int,
-        default=4,
+        default=8,
         metavar="N",
-        help="episodes of one example, whose mean reward is the baseline (default: 4)",
+        help="episodes of one example, whose mean reward is the baseline (default: 8)",
     )
     episodes.add_argument(
-        "--max-tokens", type=int, default=512, metavar="N", help="a completion (default: 512)"
+        "--max-tokens", type=int, default=128, metavar="N", help="a completion (default: 128)"
     )
     episodes.add_argument(
         "--max-off-policy-steps",

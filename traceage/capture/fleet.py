@@ -27,6 +27,13 @@ UpdatePath = Literal["update-weights", "collective-rpc"]
 ADAPTER = "policy"
 """The fixed name under which adapters are served."""
 
+CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+"""What vLLM is told on CPU unless the environment says otherwise.
+
+A gigabyte of cache, and no pinning: every engine would pin its threads to the same cores, and starve
+the others and the orchestrator.
+"""
+
 START_SECONDS = 900
 """How long an engine may take to load a model and serve it."""
 
@@ -168,7 +175,7 @@ class Fleet:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=output,
                 stderr=output,
-                env={"VLLM_CPU_KVCACHE_SPACE": "1", **os.environ},
+                env={**CPU_ENVIRONMENT, **os.environ},
                 # Ctrl-C at a terminal is for the orchestrator: it ends the engines in its order.
                 start_new_session=True,
             )
@@ -322,16 +329,16 @@ def _error(text: str) -> str:
 
 async def _stop(server: Server) -> None:
     process = server.process
-    if process is None or process.returncode is not None:
+    if process is None:
         return
-    process.send_signal(signal.SIGTERM)
-    try:
-        await asyncio.wait_for(process.wait(), 20)
-    except TimeoutError:
-        # The whole session of the server, so that its workers do not outlive it.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        await process.wait()
+    if process.returncode is None:
+        process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), 20)
+    # Whatever is left of its session: the workers of a server that was killed outlive it.
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    await process.wait()
 
 
 def _free_port() -> int:

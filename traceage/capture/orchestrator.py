@@ -54,25 +54,25 @@ class CaptureOptions:
     model: Path
     policies: Path
     out: Path
-    steps: int | None = None
-    engines: int = 1
-    engine_urls: Sequence[str] = ()
-    engine_flags: Sequence[str] = ()
-    router: bool = False
-    router_url: str | None = None
-    task: str = "low-tokens"
-    concurrency: int = 16
-    batch_size: int = 8
-    group_size: int = 4
-    max_tokens: int = 512
-    max_off_policy_steps: int | None = None
-    update_path: UpdatePath = "update-weights"
-    lora: bool = False
-    train: bool = False
-    learning_rate: float = 3e-3
-    resume_step: int | None = None
-    seed: int = 0
-    quiet: bool = False
+    steps: int | None
+    engines: int
+    engine_urls: Sequence[str]
+    engine_flags: Sequence[str]
+    router: bool
+    router_url: str | None
+    task: str
+    concurrency: int
+    batch_size: int
+    group_size: int
+    max_tokens: int
+    max_off_policy_steps: int | None
+    update_path: UpdatePath
+    lora: bool
+    train: bool
+    learning_rate: float
+    resume_step: int | None
+    seed: int
+    quiet: bool
 
 
 class CaptureError(RuntimeError):
