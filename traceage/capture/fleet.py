@@ -30,8 +30,8 @@ ADAPTER = "policy"
 CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 """What vLLM is told on CPU unless the environment says otherwise.
 
-A gigabyte of cache, and no pinning: every engine would pin its threads to the same cores, and starve
-the others and the orchestrator.
+A gigabyte of cache, and no pinning: every engine would pin its threads to the same cores, and
+starve the others and the orchestrator.
 """
 
 START_SECONDS = 900

@@ -510,7 +510,7 @@ def _write_run_json(options: CaptureOptions) -> None:
             "time": time.time(),
             "flags": {name: _plain(value) for name, value in vars(options).items()},
             "python": platform.python_version(),
-            "platform": platform.platform(),
+            "platform": f"{platform.system()}-{platform.machine()}",
             "packages": {d.metadata["Name"]: d.version for d in distributions()},
         }
     )
