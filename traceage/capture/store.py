@@ -6,8 +6,9 @@
 
 Everything is a log that only grows. A line is written before its index row, so a crash leaves at
 most a torn last line and a line without a row; opening the store again cuts off the one and writes
-the other. A chunk that is full is sealed: compressed beside itself into independent zstd frames
-with a seek table, renamed when whole, and only then removed in its plain form.
+the other. A line that cannot be written (a full disk) is not there at all. A chunk that is full is
+sealed: compressed beside itself into independent zstd frames with a seek table, renamed when whole,
+and only then removed in its plain form.
 """
 
 from __future__ import annotations
@@ -18,10 +19,13 @@ import struct
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+
+from traceage.formats.content import stream_content
 
 Record = dict[str, Any]
 
@@ -47,8 +51,8 @@ class TraceStoreWriter:
         self._sealer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="seal")
         self._stream = _Log(self.root / "stream", self._sizes, self._sealer, _stream_row)
         self._producers: dict[str, _Log] = {}
-        for index in (self.root / "annotations").glob("*.index.jsonl"):
-            self._producer(index.name.removesuffix(".index.jsonl"))
+        for folder in (self.root / "annotations").glob("*/"):
+            self._producer(folder.name)
 
     def append(
         self,
@@ -104,7 +108,7 @@ class TraceStoreWriter:
         return self._producers[name]
 
     def close(self) -> None:
-        """Seal every chunk, and wait until that is done."""
+        """Seal every chunk, and wait until that is done; a store that is closed stays so."""
         for log in (self._stream, *self._producers.values()):
             log.close()
         self._sealer.shutdown(wait=True)
@@ -132,8 +136,8 @@ class MetricsLog:
     def log(self, step: int | None, metrics: Mapping[str, Any], producer: str = "orch") -> None:
         """Append one row."""
         row = {"step": step, "time": time.time(), "producer": producer, "metrics": dict(metrics)}
-        with self.path.open("ab") as file:
-            file.write(_line(row))
+        with self.path.open("ab", buffering=0) as file:
+            _append_whole(file, _line(row))
 
 
 class _Log:
@@ -154,29 +158,35 @@ class _Log:
         self.sealing: list[Future[None]] = []
         folder.mkdir(parents=True, exist_ok=True)
         self._recover()
-        self.file = self._plain().open("ab")
-        self.index = self.index_path.open("ab")
+        self.file = self._plain().open("ab", buffering=0)
+        self.index = self.index_path.open("ab", buffering=0)
 
     def append(self, record: Record) -> None:
         line = _line(record)
+        if self.file.closed:
+            raise ValueError(f"{self.folder} is closed")
         if self.file.tell() and self.file.tell() + len(line) > self.chunk_bytes:
             self.file.close()
             self._seal_later(self.chunk)
             self.chunk += 1
-            self.file = self._plain().open("ab")
+            self.file = self._plain().open("ab", buffering=0)
         offset = self.file.tell()
-        self.file.write(line)
-        self.file.flush()
-        self._append_index(record, self.chunk, offset)
+        _append_whole(self.file, line)
+        try:
+            self._append_index(record, self.chunk, offset)
+        except OSError:
+            _cut(self.file, offset)
+            raise
 
     def _append_index(self, record: Record, chunk: int, offset: int) -> None:
+        row = {**self.index_row(record, self.lines + 1), "chunk": chunk, "offset": offset}
+        _append_whole(self.index, _line(row))
         self.lines += 1
-        row = {**self.index_row(record, self.lines), "chunk": chunk, "offset": offset}
-        self.index.write(_line(row))
-        self.index.flush()
 
     def close(self) -> None:
         """Seal the newest chunk too."""
+        if self.file.closed:
+            return
         self.file.close()
         self.index.close()
         if self._plain().stat().st_size:
@@ -195,10 +205,7 @@ class _Log:
         self.sealing.append(self.sealer.submit(seal, self._plain(chunk), self.frame_bytes))
 
     def _recover(self) -> None:
-        """Put right what a run that died left: half a line, a line not in the index, half a seal.
-
-        Sealed chunks are whole and in the index. Of the plain ones only the newest can be torn.
-        """
+        """Put right what a dead run left: half a line, a line not in the index, half a seal."""
         for unfinished in self.folder.glob("*.tmp"):
             unfinished.unlink()
         sealed = {int(path.name[:5]) for path in self.folder.glob("?????.jsonl.zst")}
@@ -206,27 +213,44 @@ class _Log:
         for chunk in sealed & plain:
             self._plain(chunk).unlink()
         plain -= sealed
-        self.chunk = max(sealed, default=-1) + 1
-        if plain and max(plain) >= self.chunk:
-            self.chunk = max(plain)
-        _cut_torn_line(self.index_path)
-        self.lines, last = 0, None
+        self.chunk = max(max(plain, default=0), max(sealed, default=-1) + 1)
+        for path in (self.index_path, *map(self._plain, plain)):
+            _cut_torn_line(path)
+        self.lines, known = 0, (-1, -1)
+        sizes = {chunk: self._plain(chunk).stat().st_size for chunk in plain}
         if self.index_path.exists():
+            keep = 0
             with self.index_path.open("rb") as rows:
-                for row in rows:
-                    self.lines, last = self.lines + 1, row
-        known = (-1, -1)
-        if last is not None:
-            row_of_last = json.loads(last)
-            known = row_of_last["chunk"], row_of_last["offset"]
-        with self.index_path.open("ab") as self.index:
-            for chunk in sorted(plain):
-                _cut_torn_line(self._plain(chunk))
-                for offset, line in _lines(self._plain(chunk)):
-                    if (chunk, offset) > known:
-                        self._append_index(json.loads(line), chunk, offset)
-                if chunk != self.chunk:
-                    self._seal_later(chunk)
+                for text in rows:
+                    row = json.loads(text)
+                    where = row["chunk"], row["offset"]
+                    # A machine that went down may have kept a row and lost its line.
+                    if where[0] > self.chunk or where[1] >= sizes.get(where[0], where[1] + 1):
+                        break
+                    self.lines, known, keep = self.lines + 1, where, keep + len(text)
+            os.truncate(self.index_path, keep)
+        # Rows follow their lines, so what is missing is at the end; where no chunk follows that of
+        # the last row, and it is sealed, it is read for nothing, once.
+        with self.index_path.open("ab", buffering=0) as self.index:
+            for chunk in sorted(plain | sealed):
+                if chunk >= known[0]:
+                    offset = 0
+                    for line in self._lines(chunk):
+                        if (chunk, offset) > known:
+                            self._append_index(json.loads(line), chunk, offset)
+                        offset += len(line)
+        for chunk in plain - {self.chunk}:
+            self._seal_later(chunk)
+
+    def _lines(self, chunk: int) -> Iterator[bytes]:
+        """The lines of a chunk, plain or sealed, with their newlines."""
+        rest = b""
+        plain = self._plain(chunk)
+        path = plain if plain.exists() else plain.with_name(f"{plain.name}.zst")
+        for data in stream_content(str(path)):
+            *lines, rest = (rest + data).split(b"\n")
+            for line in lines:
+                yield line + b"\n"
 
 
 def seal(plain: Path, frame_bytes: int = FRAME_BYTES) -> None:
@@ -285,13 +309,21 @@ def _line(row: Record) -> bytes:
     return text.encode() + b"\n"
 
 
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Each line of a file, and where it begins."""
-    offset = 0
-    with path.open("rb") as lines:
-        for line in lines:
-            yield offset, line
-            offset += len(line)
+def _append_whole(file: FileIO, line: bytes) -> None:
+    """Write a line, or on an error leave the file as it was."""
+    offset = file.tell()
+    try:
+        written = 0
+        while written < len(line):
+            written += file.write(line[written:])
+    except OSError:
+        _cut(file, offset)
+        raise
+
+
+def _cut(file: FileIO, offset: int) -> None:
+    file.truncate(offset)
+    file.seek(offset)
 
 
 def _cut_torn_line(path: Path) -> None:

@@ -46,7 +46,7 @@ def compression_of(file: BinaryIO) -> Compression:
     return "plain"
 
 
-def _open_or_sealed(path: str) -> BufferedReader:
+def open_or_sealed(path: str) -> BufferedReader:
     try:
         return open(path, "rb")
     except FileNotFoundError:
@@ -67,7 +67,7 @@ def read_into(buffer: bytearray, path: str, start: int, end: int) -> int:
 
     Fresh memory costs as much as reading into it, so whoever reads much reads into old memory.
     """
-    with _open_or_sealed(path) as file, memoryview(buffer)[: max(0, end - start)] as room:
+    with open_or_sealed(path) as file, memoryview(buffer)[: max(0, end - start)] as room:
         frames = seek_table(file)
         if frames is None:
             file.seek(start)

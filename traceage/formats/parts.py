@@ -15,6 +15,7 @@ from traceage.formats import platform
 from traceage.formats.content import (
     DamagedFile,
     compression_of,
+    open_or_sealed,
     read_into,
     seek_table,
     stream_content,
@@ -141,7 +142,7 @@ def platform_parts(path: str, what: What) -> Iterator[Part]:
 
 def parts_of(path: str, what: What) -> Iterator[Part]:
     """The parts of a file of lines, in order. A plain file is taken as long as it is now."""
-    with open(path, "rb") as file:
+    with open_or_sealed(path) as file:
         compression = compression_of(file)
         frames = seek_table(file) if compression == "zstd" else None
         size = file.seek(0, os.SEEK_END)
