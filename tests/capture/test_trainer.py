@@ -37,7 +37,7 @@ def by_hand(policy: Path, sample: Sample) -> tuple[Scored, torch.Tensor, int]:
             for stream in streams:
                 stream.append(None)
             continue
-        probabilities = torch.softmax(logits[k - 1].double(), -1)
+        probabilities = torch.softmax(logits[k - 1].detach().double(), -1)
         logprob = float(probabilities[token].log())
         entropy = -sum(float(p) * math.log(float(p)) for p in probabilities)
         ratio = logprob - sampled_by

@@ -140,8 +140,8 @@ class Run:
         self.id = uuid.uuid4().hex
         self.first = first
         self.shipped = first
-        self.written = first
-        """The newest policy that is served, and what is too old for it dropped."""
+        self.ready = first
+        """The policy that is served, once what is too old for it was dropped."""
         # Examples in order; a seed, or a run that goes on, begins with another one.
         self.next_index = random.Random(f"{options.seed}-{first}").randrange(1 << 20)
         self.group: Group | None = None
@@ -268,10 +268,10 @@ class Run:
         """Load each policy that a batch made, as soon as it is whole on disk."""
         while True:
             newest = newest_policy(self.options.policies, self.shipped)
-            if newest is not None and newest.version > self.written:
+            if newest is not None and newest.version > self.ready:
                 await self.fleet.update(newest)
                 self._drop_old()
-                self.written = newest.version
+                self.ready = newest.version
             else:
                 await asyncio.sleep(POLL_SECONDS)
 
@@ -309,7 +309,7 @@ class Run:
         )
         with bar:
             while options.steps is None or self.shipped < options.steps:
-                if len(self.whole) < groups_a_batch or self.written < self.shipped:
+                if len(self.whole) < groups_a_batch or self.ready < self.shipped:
                     bar.set_postfix_str(self._standing(), refresh=True)
                     await asyncio.sleep(POLL_SECONDS)
                     continue
@@ -383,7 +383,7 @@ class Run:
     def _standing(self) -> str:
         running = sum(len(group.running) for group in self.groups.values())
         text = f"v{self.version}, {running} in flight, {len(self.whole)} groups waiting"
-        if self.written < self.shipped:
+        if self.ready < self.shipped:
             text += f", waiting for step_{self.shipped}"
         return text
 

@@ -11,10 +11,12 @@ import importlib
 import json
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+_COMPLETION = "\ufffccompletion\ufffc"
+"""Stands for a completion where a chat template is asked what follows one."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
 
 
@@ -120,31 +122,40 @@ class Prompts:
     def _example(self, row: Any) -> tuple[list[Turn], list[Turn], str | None]:
         if not isinstance(row, dict) or not ("prompt" in row or "token_ids" in row):
             raise ValueError('an object with "prompt" or "token_ids" was expected')
+        messages: list[dict[str, str]] = []
         if "token_ids" in row:
             first = self._turn(row["token_ids"])
-        elif isinstance(row["prompt"], str):
-            message = {"role": "user", "content": row["prompt"]}
-            first = self._chat([message], row["prompt"])
         else:
-            first = self._chat(row["prompt"], str(row["prompt"][-1]["content"]))
+            prompt = row["prompt"]
+            messages += [_user(prompt)] if isinstance(prompt, str) else prompt
+            first = Turn("user", self._encode(self._chat(messages)), messages[-1]["content"])
+        later = []
+        for turn in row.get("turns", []):
+            if not isinstance(turn, str):
+                later.append(self._turn(turn))
+                continue
+            # What the template puts between a completion's last token and the next one's first.
+            messages += [{"role": "assistant", "content": _COMPLETION}, _user(turn)]
+            between = self._chat(messages).rpartition(_COMPLETION)[2]
+            later.append(Turn("user", self._encode(between), turn))
         answer = row.get("answer")
         if answer is not None:
             self._need_tokenizer("an answer")
-        return [first], [self._later(turn) for turn in row.get("turns", [])], answer
+        return [first], later, answer
 
-    def _chat(self, messages: list[dict[str, Any]], text: str) -> Turn:
+    def _chat(self, messages: list[dict[str, str]]) -> str:
         tokenizer = self._need_tokenizer("a prompt of text")
         if tokenizer.chat_template is None:
-            return Turn("user", list(tokenizer.encode(text)), text)
-        ids = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=True, return_dict=False
+            return "\n".join(message["content"] for message in messages)
+        return str(
+            tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         )
-        return Turn("user", list(ids), text)
 
-    def _later(self, turn: Any) -> Turn:
-        if not isinstance(turn, str):
-            return self._turn(turn)
-        return self._chat([{"role": "user", "content": turn}], turn)
+    def _encode(self, text: str) -> list[int]:
+        tokenizer = self._need_tokenizer("a prompt of text")
+        # A template writes the special tokens itself.
+        special = tokenizer.chat_template is None
+        return list(tokenizer.encode(text, add_special_tokens=special))
 
     def _turn(self, token_ids: Any) -> Turn:
         good = isinstance(token_ids, list) and all(type(token) is int for token in token_ids)
@@ -170,7 +181,14 @@ class Prompts:
     def reply(self, index: int, completions: Sequence[Sequence[int]]) -> Turn | None:
         """The next of the example's later turns."""
         later = self._of(index)[1]
-        return later[len(completions) - 1] if len(completions) <= len(later) else None
+        if len(completions) > len(later):
+            return None
+        turn = later[len(completions) - 1]
+        # A completion that came to its end has sampled the token that closes it.
+        last = completions[-1][-1:]
+        if last and last[0] in self.stop_token_ids and turn.token_ids[:1] == list(last):
+            return replace(turn, token_ids=turn.token_ids[1:])
+        return turn
 
     def score(self, index: int, completions: Sequence[Sequence[int]]) -> float | None:
         """Whether the last completion contains the answer; None without one."""
@@ -182,6 +200,10 @@ class Prompts:
         if self.tokenizer is None:
             return ""
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
+
+
+def _user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
 
 
 def load_task(spec: str, model_dir: Path) -> Task:

@@ -105,7 +105,9 @@ class Trainer:
                 # The marker goes first, so that nobody takes what is being removed.
                 (old / "STABLE").unlink(missing_ok=True)
                 shutil.rmtree(old)
-        state = {name: tensor.bfloat16() for name, tensor in self.model.state_dict().items()}
+        every = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        tied = every - {name for name, _ in self.model.named_parameters()}
+        state = {n: t.bfloat16() for n, t in self.model.state_dict().items() if n not in tied}
         config = AutoModelForCausalLM.from_config(self.model.config, dtype=torch.bfloat16)
         config.save_pretrained(part, state_dict=state)
         for file in self.model_dir.glob("*token*"):
