@@ -727,7 +727,8 @@ def test_a_conversion_that_was_killed_goes_on(tmp_path: Path) -> None:
         assert_same_frame(some, wanted)
 
     done = ta.write_dump(run, dump)
-    assert 0 < len(converted(done)) <= 5
+    # Five files stand; one that was killed before it was written down as done is made again.
+    assert 0 < len(converted(done)) <= 6
     assert_alike(whole, dump)
     names = [path.relative_to(dump) for path in files_of(dump)]
     assert names == [path.relative_to(whole) for path in files_of(whole)]
