@@ -20,6 +20,7 @@ from typing import Any
 from traceage.capture.fleet import CPU_ENVIRONMENT
 
 KEY = "secret"
+SEQUENCE = list(range(40, 60))
 CPU_FLAGS = ["--skip-tokenizer-init", "--enforce-eager", "--dtype", "bfloat16"]
 
 
@@ -67,7 +68,7 @@ class Engine:
 
     def logprobs(self, model: str | None = None) -> list[float]:
         """The logprobs of a fixed sequence: they tell whether the weights are the same."""
-        sequence = list(range(40, 60))
+        sequence = SEQUENCE
         sampling = {"max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
         body: dict[str, Any] = {"token_ids": sequence, "sampling_params": sampling}
         if model is not None:

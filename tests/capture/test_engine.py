@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import KEY, Engine, Policies
+from engines import KEY, SEQUENCE, Engine, Policies
 
 
 def update(engine: Engine, directory: Path, version: Any) -> tuple[int, Any]:
@@ -41,6 +41,47 @@ def test_an_update_loads_and_then_labels(engines: tuple[Engine, Engine], tiny: P
     assert seen[0] != pytest.approx(seen[1], abs=1e-3)
     assert update(engine, tiny.policies / "step_3", 3)[0] == 200  # an integer is a label too
     assert_serves(engine, "3", seen[0])
+
+
+def test_what_is_served_is_the_checkpoint(engines: tuple[Engine, Engine], tiny: Policies) -> None:
+    """Every tensor of it: against a forward pass of its own, the output head written out or not."""
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoModelForCausalLM
+
+    folder = tiny.model.parent / "served"
+    for seed, parts in ((1, ["without"]), (2, ["with"]), (3, ["without", "again"]), (4, ["two"])):
+        generator = torch.Generator().manual_seed(seed)
+        weights = {
+            name: (
+                tensor.float() + 0.02 * torch.randn(tensor.shape, generator=generator)
+            ).bfloat16()
+            for name, tensor in load_file(tiny.model / "model.safetensors").items()
+        }
+        for part in parts:
+            policy = folder / f"{part}-{seed}"
+            policy.mkdir(parents=True)
+            shutil.copy(tiny.model / "config.json", policy)
+            head = {"lm_head.weight": weights["model.embed_tokens.weight"].clone()}
+            if part == "two":
+                names = sorted(weights)
+                files = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+                for file, held in files.items():
+                    save_file({n: weights[n] for n in held}, policy / file)
+                where = {name: file for file, held in files.items() for name in held}
+                (policy / "model.safetensors.index.json").write_text(
+                    json.dumps({"metadata": {}, "weight_map": where})
+                )
+            else:
+                whole = weights | (head if part == "with" else {})
+                save_file(whole, policy / "model.safetensors", metadata={"format": "pt"})
+            assert update(engines[0], policy, seed)[0] == 200
+            model = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)
+            ids = torch.tensor(SEQUENCE)
+            logprobs = model(ids[None]).logits[0, :-1].log_softmax(-1)
+            expected = logprobs.gather(1, ids[1:, None])[:, 0].tolist()
+            assert engines[0].logprobs() == pytest.approx(expected, abs=0.02), policy.name
+    shutil.rmtree(folder)
 
 
 def broken_policies(tiny: Policies, folder: Path) -> dict[str, Path]:

@@ -27,8 +27,10 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import threading
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from safetensors import SafetensorError, safe_open
 
+HEAD_FILE = "traceage-lm-head.safetensors"
 UPDATE_PATHS = ("update-weights", "collective-rpc")
 
 
@@ -162,7 +165,8 @@ class PolicyEngine:
         ) from error
 
     async def _reload(self, path: Path) -> None:
-        await self.client.collective_rpc("reload_weights", kwargs={"weights_path": str(path)})
+        with with_head(path, self.model_dir) as whole:
+            await self.client.collective_rpc("reload_weights", kwargs={"weights_path": str(whole)})
 
     async def _add_adapter(self, name: str, path: Path) -> None:
         from vllm.entrypoints.serve.engine.protocol import ErrorResponse
@@ -257,6 +261,49 @@ def check_adapter(directory: Path, model_dir: Path) -> None:
                 f"{directory}: {name} has shape {list(shape)}, and {module}.weight has "
                 f"{list(of_module)}",
             )
+
+
+@contextmanager
+def with_head(directory: Path, model_dir: Path) -> Iterator[Path]:
+    """The checkpoint, with `lm_head.weight` written out where vLLM would leave an old one.
+
+    On CPU vLLM 0.32 keeps a packed copy of the output head, and a reload renews it from
+    `lm_head.weight` alone. A checkpoint of tied embeddings may leave that out, and tokens would be
+    sampled by the head of another policy. (On a GPU the head is the embedding.)
+
+    Raises:
+        UpdateError: 400 when it cannot be told which tensor is the embedding.
+    """
+    from vllm.platforms import current_platform
+
+    names = tensor_shapes(directory)
+    has_head = any(name.endswith("lm_head.weight") for name in names)
+    if has_head or not names or not _ties_embeddings(model_dir) or not current_platform.is_cpu():
+        yield directory
+        return
+    from safetensors.torch import save_file
+
+    embeddings = [name for name in names if name.endswith("model.embed_tokens.weight")]
+    if len(embeddings) != 1:
+        raise UpdateError(
+            400, f"{directory} ties its embeddings and does not say which: write lm_head.weight too"
+        )
+    head = embeddings[0].removesuffix("model.embed_tokens.weight") + "lm_head.weight"
+    with tempfile.TemporaryDirectory(prefix="traceage-head-") as scratch:
+        whole = Path(scratch)
+        for file in directory.iterdir():
+            (whole / file.name).symlink_to(file)
+        for file in directory.glob("*.safetensors"):
+            with safe_open(file, framework="pt") as tensors:
+                if embeddings[0] in tensors.keys():  # noqa: SIM118 - no mapping
+                    save_file({head: tensors.get_tensor(embeddings[0])}, whole / HEAD_FILE)
+        index = directory / "model.safetensors.index.json"
+        if index.exists():
+            listed = json.loads(index.read_text(encoding="utf-8"))
+            listed["weight_map"][head] = HEAD_FILE
+            (whole / index.name).unlink()
+            (whole / index.name).write_text(json.dumps(listed), encoding="utf-8")
+        yield whole
 
 
 def _ties_embeddings(model_dir: Path) -> bool:
