@@ -189,7 +189,9 @@ def test_two_engines(
             done = capture(tiny, tmp_path / "run", *flags, "--router-url", address)
     assert done.returncode == 0, done.stderr
     shipped = assert_promises(tmp_path / "run", 8)
-    assert shipped["mixed_nodes"].sum() >= shipped["sampled_nodes"].sum() / 3
+    # Episodes that were dispatched together end together, until they drift apart.
+    under_way = shipped.filter(pl.col("step") > 4)
+    assert under_way["mixed_nodes"].sum() >= under_way["sampled_nodes"].sum() / 3
 
 
 def test_adapters(engines: tuple[Engine, Engine], tiny: Policies, tmp_path: Path) -> None:
