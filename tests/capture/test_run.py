@@ -124,7 +124,9 @@ def test_ten_batches(engines: tuple[Engine, Engine], tiny: Policies, tmp_path: P
         target=write_like_a_trainer, args=(policies, run, tiny.policies, 10), daemon=True
     )
     writer.start()
+    # Completions long enough to end by themselves, so that episodes drift apart.
     flags = [*url(engines[0]), "--policies", str(policies), "--steps", "10"]
+    flags += ["--max-tokens", "512"]
     done = capture(tiny, run, *flags)
     assert done.returncode == 0, done.stderr
     shipped = assert_promises(run, 10)
