@@ -63,6 +63,17 @@ def test_prompts_of_token_ids(tmp_path: Path) -> None:
         ({"token_ids": []}, "list of integers"),
         ({"token_ids": [1, "2"]}, "list of integers"),
         ({"token_ids": [True]}, "list of integers"),
+        ({"token_ids": [-1]}, "list of integers"),
+        ({"token_ids": [1], "turns": 5}, "turns have to be a list"),
+        ({"token_ids": [1], "turns": "hello"}, "turns have to be a list"),
+        ({"token_ids": [1], "turns": [5]}, "list of integers"),
+        ({"token_ids": [1], "answer": 4}, "an answer has to be a text"),
+        ({"token_ids": [1], "answer": ""}, "an answer has to be a text"),
+        ({"prompt": 5}, "a text or a list of chat messages"),
+        ({"prompt": []}, "a text or a list of chat messages"),
+        ({"prompt": ["hello"]}, 'object with a "role"'),
+        ({"prompt": [{"role": "user"}]}, 'a text as "content"'),
+        ({"prompt": [{"role": "user", "content": [{"type": "text"}]}]}, 'a text as "content"'),
         ({"text": "hello"}, '"prompt" or "token_ids"'),
         ([1, 2], '"prompt" or "token_ids"'),
     ],
@@ -72,6 +83,15 @@ def test_a_prompt_that_cannot_be_used_is_named(tmp_path: Path, row: Any, message
     with pytest.raises(ValueError, match=message) as caught:
         Prompts(path, None, [])
     assert f"{path}, line 2" in str(caught.value)
+
+
+def test_a_line_that_is_no_json_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "bad.jsonl"
+    for line in (b'{"token_ids": [1]', b'{"prompt": "\xff"}'):
+        path.write_bytes(b'{"token_ids": [1]}\n\n' + line + b"\n")
+        with pytest.raises(ValueError, match="line 3") as caught:
+            Prompts(path, None, [])
+        assert str(path) in str(caught.value)
 
 
 def test_no_prompts_at_all(tmp_path: Path) -> None:
@@ -95,7 +115,7 @@ def test_a_task_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     built_in = load_task("low-tokens", model)
     assert isinstance(built_in, LowTokens)
     assert (built_in.vocab_size, built_in.stop_token_ids) == (40, [])
-    for spec in ("my_tasks", "my_tasks:nothing", "no_such_module:x"):
+    for spec in ("my_tasks", "my_tasks:nothing", "no_such_module:x", "my_tasks:__name__"):
         with pytest.raises(ValueError, match="no task"):
             load_task(spec, model)
     with pytest.raises(ValueError, match="is no model"):

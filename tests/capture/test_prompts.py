@@ -6,6 +6,7 @@ import json
 import shutil
 from pathlib import Path
 
+import pytest
 from engines import Policies
 from test_verifiers_client import write_tokenizer
 
@@ -36,3 +37,14 @@ def test_prompts_of_text(tiny: Policies, tmp_path: Path) -> None:
     assert task.score(0, [[7, 8], [6, 8, 7]]) == 0.0
     assert task.score(1, [[7]]) is None
     assert task.stop_token_ids == [511]
+
+
+def test_a_prompt_that_the_template_refuses_is_named(tiny: Policies, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny.model, model)
+    write_tokenizer(model)
+    (model / "chat_template.jinja").write_text("{{ raise_exception('no such role') }}")
+    prompts = tmp_path / "questions.jsonl"
+    prompts.write_text('{"token_ids": [1]}\n{"prompt": "t1"}\n')
+    with pytest.raises(ValueError, match=r"line 2: these messages make no prompt.*no such role"):
+        load_task(str(prompts), model)

@@ -342,22 +342,22 @@ def test_training_raises_the_reward(
     engines: tuple[Engine, Engine], tiny: Policies, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    flags = [*url(engines[0]), "--train", "--steps", "24", "--batch-size", "16"]
+    flags = [*url(engines[0]), "--train", "--steps", "32", "--batch-size", "16"]
     flags += ["--group-size", "8", "--concurrency", "32", "--max-tokens", "96"]
     done = capture(tiny, run, *flags)
     assert done.returncode == 0, done.stderr
-    assert_promises(run, 24)
-    rewards = [logged(run)[step]["reward/mean"] for step in range(1, 25)]
+    assert_promises(run, 32)
+    rewards = [logged(run)[step]["reward/mean"] for step in range(1, 33)]
     assert sum(rewards[:3]) / 3 < 0.30
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.08
 
     # The trainer's streams fold onto every trained node.
     columns = ["step", "node", "turn", "index", "age", "logprob", "trainer_logprob", "entropy"]
     tokens = ta.scan_tokens(run, [*columns, "advantage", "mixed"], quiet=True).collect()
-    assert tokens["step"].n_unique() == 24
+    assert tokens["step"].n_unique() == 32
     for stream in ("trainer_logprob", "entropy", "advantage", "logprob"):
         assert tokens[stream].null_count() == 0
-    assert sorted(logged(run, "trainer")) == list(range(1, 25))
+    assert sorted(logged(run, "trainer")) == list(range(1, 33))
     # A token of age 0 whose context is of age 0 as well was sampled by the weights that the trainer
     # scored it under: they differ by bfloat16 against float32 and by the rounding of the streams.
     now = tokens.filter(pl.col("age") == 0, pl.col("turn") == 0, ~pl.col("mixed"))
@@ -369,10 +369,19 @@ def test_training_raises_the_reward(
     assert old.select((ratio.exp() - ratio - 1).mean()).item() > 3 * kl
 
     # Going on from an earlier checkpoint: the last one belongs to a batch that is taken back.
-    before = (run / "policies" / "step_24" / "model.safetensors").read_bytes()
-    done = capture(tiny, run, *flags, "--resume-step", "23")
+    before = (run / "policies" / "step_32" / "model.safetensors").read_bytes()
+    done = capture(tiny, run, *flags, "--resume-step", "31")
     assert done.returncode == 0, done.stderr
-    assert "16 traces of batches after step 23 are taken back" in done.stderr
-    shipped = assert_promises(run, 24)
+    assert "16 traces of batches after step 31 are taken back" in done.stderr
+    shipped = assert_promises(run, 32)
     assert (shipped["episodes"] == 16).all()
-    assert (run / "policies" / "step_24" / "model.safetensors").read_bytes() != before
+    assert (run / "policies" / "step_32" / "model.safetensors").read_bytes() != before
+
+
+def test_training_does_not_touch_checkpoints_of_others(tiny: Policies, tmp_path: Path) -> None:
+    policies = tmp_path / "policies"
+    shutil.copytree(tiny.policies / "step_3", policies / "step_3")
+    done = capture(tiny, tmp_path / "run", "--train", "--policies", str(policies))
+    assert done.returncode == 1
+    assert "holds checkpoints already" in done.stderr
+    assert (policies / "step_3" / "STABLE").exists()

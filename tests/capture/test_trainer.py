@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from engines import Policies
 from safetensors.torch import load_file
+from test_verifiers_client import write_tokenizer
 from transformers import AutoModelForCausalLM
 
+from traceage.capture.tasks import load_tokenizer, stop_token_ids
 from traceage.capture.trainer import MAX_RATIO, Sample, Scored, Trainer
 
 SAMPLES = [
@@ -101,6 +104,45 @@ def test_checkpoints(tiny: Policies, tmp_path: Path) -> None:
     assert [x for x in scored[0].trainer_logprobs if x is not None] == pytest.approx(
         [x for x in hand.trainer_logprobs if x is not None], abs=2e-4
     )
+
+
+def test_a_checkpoint_is_a_model(tiny: Policies, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny.model, model)
+    write_tokenizer(model)
+    (model / "generation_config.json").write_text('{"eos_token_id": [511, 510]}')
+    Trainer(model, tmp_path / "policies", learning_rate=0.01)
+    checkpoint = tmp_path / "policies" / "step_0"
+    assert stop_token_ids(checkpoint) == [511, 510]
+    words, again = load_tokenizer(model), load_tokenizer(checkpoint)
+    assert words is not None
+    assert again is not None
+    assert again.chat_template == words.chat_template is not None
+
+
+def test_a_checkpoint_is_replaced_whole(tiny: Policies, tmp_path: Path) -> None:
+    trainer = Trainer(tiny.model, tmp_path, learning_rate=0.01)
+    first = load_file(tmp_path / "step_0" / "model.safetensors")
+    # What a trainer that was killed while it wrote leaves behind.
+    (tmp_path / ".step_1.part").mkdir()
+    (tmp_path / ".step_1.part" / "model.safetensors").write_bytes(b"half")
+    trainer.train(1, SAMPLES)
+    (tmp_path / "step_1" / "of_the_one_before").touch()
+    trainer.train(1, SAMPLES)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_0", "step_1"]
+    files = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "step_1").iterdir()}
+    assert "of_the_one_before" not in files
+    assert max(files, key=lambda name: files[name]) == "STABLE"
+    # What is written is the rounding of the weights that are trained, and those move by less.
+    weights = dict(
+        zip((n for n, _ in trainer.model.named_parameters()), trainer.master, strict=True)
+    )
+    second = load_file(tmp_path / "step_1" / "model.safetensors")
+    assert second.keys() == weights.keys()
+    for name, tensor in second.items():
+        assert torch.equal(tensor, weights[name].bfloat16())
+        assert not torch.equal(tensor.float(), weights[name])
+        assert not torch.equal(tensor, first[name])
 
 
 def test_a_batch_of_nothing(tiny: Policies, tmp_path: Path) -> None:

@@ -494,6 +494,11 @@ def _check(options: CaptureOptions, first: int) -> None:
         raise CaptureError(f"--steps {options.steps} is not after --resume-step {first}")
     if options.train:
         options.policies.mkdir(parents=True, exist_ok=True)
+        if options.resume_step is None and any(options.policies.glob("step_*")):
+            raise CaptureError(
+                f"{options.policies} holds checkpoints already, and --train writes its own there; "
+                "give another directory to --policies"
+            )
     elif not options.policies.is_dir():
         raise CaptureError(f"{options.policies} is no directory; policies are step_<N> under it")
     if first or not options.train:

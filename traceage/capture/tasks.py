@@ -109,11 +109,11 @@ class Prompts:
         self.tokenizer = tokenizer
         self.stop_token_ids = stop_token_ids
         self.examples: list[tuple[list[Turn], list[Turn], str | None]] = []
-        with path.open(encoding="utf-8", newline="\n") as lines:
+        with path.open("rb") as lines:
             for number, line in enumerate(lines, 1):
                 if line.strip():
                     try:
-                        self.examples.append(self._example(json.loads(line)))
+                        self.examples.append(self._example(json.loads(line.decode())))
                     except (ValueError, TypeError) as error:
                         raise ValueError(f"{path}, line {number}: {error}") from error
         if not self.examples:
@@ -126,11 +126,13 @@ class Prompts:
         if "token_ids" in row:
             first = self._turn(row["token_ids"])
         else:
-            prompt = row["prompt"]
-            messages += [_user(prompt)] if isinstance(prompt, str) else prompt
+            messages += _messages(row["prompt"])
             first = Turn("user", self._encode(self._chat(messages)), messages[-1]["content"])
         later = []
-        for turn in row.get("turns", []):
+        turns = row.get("turns", [])
+        if not isinstance(turns, list):
+            raise ValueError(f"turns have to be a list of texts or lists of tokens, not {turns!r}")
+        for turn in turns:
             if not isinstance(turn, str):
                 later.append(self._turn(turn))
                 continue
@@ -140,16 +142,22 @@ class Prompts:
             later.append(Turn("user", self._encode(between), turn))
         answer = row.get("answer")
         if answer is not None:
+            # Any completion contains the empty text, and none can be searched for a number.
+            if not isinstance(answer, str) or not answer:
+                raise ValueError(f"an answer has to be a text that is not empty, not {answer!r}")
             self._need_tokenizer("an answer")
         return [first], later, answer
 
     def _chat(self, messages: list[dict[str, str]]) -> str:
         tokenizer = self._need_tokenizer("a prompt of text")
-        if tokenizer.chat_template is None:
-            return "\n".join(message["content"] for message in messages)
-        return str(
-            tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-        )
+        try:
+            if tokenizer.chat_template is None:
+                return "\n".join(message["content"] for message in messages)
+            return str(
+                tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            )
+        except Exception as error:  # a template raises what it likes
+            raise ValueError(f"these messages make no prompt: {error!r}") from error
 
     def _encode(self, text: str) -> list[int]:
         tokenizer = self._need_tokenizer("a prompt of text")
@@ -158,9 +166,9 @@ class Prompts:
         return list(tokenizer.encode(text, add_special_tokens=special))
 
     def _turn(self, token_ids: Any) -> Turn:
-        good = isinstance(token_ids, list) and all(type(token) is int for token in token_ids)
+        good = isinstance(token_ids, list) and all(type(k) is int and k >= 0 for k in token_ids)
         if not good or not token_ids:
-            raise ValueError(f"token ids have to be a list of integers, not {token_ids!r}")
+            raise ValueError(f"token ids have to be a list of integers from 0, not {token_ids!r}")
         return Turn("user", token_ids)
 
     def _need_tokenizer(self, what: str) -> Any:
@@ -202,6 +210,20 @@ class Prompts:
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=True))
 
 
+def _messages(prompt: Any) -> list[dict[str, str]]:
+    """A prompt as chat messages; the chat template judges all but the last one's text."""
+    if isinstance(prompt, str):
+        return [_user(prompt)]
+    if not isinstance(prompt, list) or not prompt:
+        raise ValueError(f"a prompt has to be a text or a list of chat messages, not {prompt!r}")
+    for message in prompt:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise ValueError(f'a message has to be an object with a "role", not {message!r}')
+    if not isinstance(prompt[-1].get("content"), str):
+        raise ValueError(f'the last message has to have a text as "content": {prompt[-1]!r}')
+    return prompt
+
+
 def _user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
@@ -229,6 +251,8 @@ def load_task(spec: str, model_dir: Path) -> Task:
     except (ImportError, AttributeError) as error:
         raise ValueError(f"no task {spec!r}: {error}") from error
     if isinstance(found, type) or not hasattr(found, "start"):
+        if not callable(found):
+            raise ValueError(f"no task {spec!r}: it is neither a task nor makes one, but {found!r}")
         found = found(model_dir)
     task: Task = found
     return task

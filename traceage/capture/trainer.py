@@ -8,7 +8,8 @@ float32 forward pass. The loss is a policy gradient with truncated importance we
 where `ratio = exp(trainer logprob - engine logprob)` is held constant (Ionides, "Truncated
 importance sampling", 2008; its use against the mismatch of engine and trainer is Yao et al., "Your
 efficient RL framework secretly brings you off-policy RL training", 2025). Master weights stay in
-float32, and Adam moves them; what it writes as v`s` is their rounding.
+float32, and Adam moves them by gradients clipped to a norm of 1; what it writes as v`s` is their
+rounding.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from typing import Any
 MAX_RATIO = 2.0
 """Where importance weights are truncated."""
 MAX_GRAD_NORM = 1.0
+COMPANIONS = ("*token*", "chat_template*", "vocab.*", "merges.txt", "generation_config.json")
+"""Files of a model that its checkpoints need to be models too: how text is read, where it ends."""
 
 
 @dataclass(frozen=True)
@@ -110,8 +113,9 @@ class Trainer:
         state = {n: t.bfloat16() for n, t in self.model.state_dict().items() if n not in tied}
         config = AutoModelForCausalLM.from_config(self.model.config, dtype=torch.bfloat16)
         config.save_pretrained(part, state_dict=state)
-        for file in self.model_dir.glob("*token*"):
-            shutil.copy(file, part)
+        for pattern in COMPANIONS:
+            for file in self.model_dir.glob(pattern):
+                shutil.copy(file, part)
         part.rename(target)
         (target / "STABLE").touch()
         return target
