@@ -1,9 +1,15 @@
-"""Where vLLM is not installed, the modules that need it are not imported for their examples."""
+"""Modules whose dependencies are not installed are not imported for their examples."""
 
 from importlib.util import find_spec
 
-NEED_VLLM = ["engine", "episodes", "fleet", "orchestrator", "probe"]
+NEEDED_BY = {
+    "vllm": ["engine"],
+    "aiohttp": ["episodes", "fleet", "orchestrator", "probe"],
+}
 
-collect_ignore = (
-    [] if find_spec("vllm") else [f"traceage/capture/{module}.py" for module in NEED_VLLM]
-)
+collect_ignore = [
+    f"traceage/capture/{module}.py"
+    for needed, modules in NEEDED_BY.items()
+    if find_spec(needed) is None
+    for module in modules
+]

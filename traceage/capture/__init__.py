@@ -8,3 +8,9 @@ those batches and writes the policies; the *probe* (`probe`) checks an engine's 
 
 Needs `pip install 'traceage[capture]'`; nothing outside this package imports it before it is used.
 """
+
+from typing import Literal, get_args
+
+UpdatePath = Literal["update-weights", "collective-rpc"]
+"""How engines are given a policy: by routes that label it, or by a reload that does not."""
+UPDATE_PATHS: tuple[UpdatePath, ...] = get_args(UpdatePath)

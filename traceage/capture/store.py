@@ -25,14 +25,12 @@ from typing import Any
 
 import pyarrow as pa
 
-from traceage.formats.content import stream_content
+from traceage.formats.content import SEEKABLE_MAGIC, SKIPPABLE_MAGIC, stream_content
 
 Record = dict[str, Any]
 
 CHUNK_BYTES = 5 << 30
 FRAME_BYTES = 4 << 20
-SKIPPABLE_MAGIC = 0x184D2A5E
-SEEKABLE_MAGIC = 0x8F92EAB1
 DECIMALS = 4
 KL_DECIMALS = 6
 

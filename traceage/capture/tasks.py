@@ -281,9 +281,14 @@ def stop_token_ids(model_dir: Path) -> list[int]:
     return [] if ids is None else ids if isinstance(ids, list) else [ids]
 
 
+def has_tokenizer(model_dir: Path) -> bool:
+    """Whether a model comes with a tokenizer."""
+    return any((model_dir / name).exists() for name in TOKENIZER_FILES)
+
+
 def load_tokenizer(model_dir: Path) -> Any | None:
     """The model's tokenizer, or None where it has none."""
-    if not any((model_dir / name).exists() for name in TOKENIZER_FILES):
+    if not has_tokenizer(model_dir):
         return None
     from transformers import AutoTokenizer
 

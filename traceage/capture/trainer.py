@@ -14,6 +14,7 @@ rounding.
 
 from __future__ import annotations
 
+import copy
 import math
 import shutil
 import signal
@@ -99,7 +100,7 @@ class Trainer:
     def save(self, step: int) -> Path:
         """Write the policy as `step_<step>`, whole before it has its name, `STABLE` last."""
         import torch
-        from transformers import AutoModelForCausalLM
+        from safetensors.torch import save_file
 
         target = self.policies / f"step_{step}"
         part = self.policies / f".step_{step}.part"
@@ -111,8 +112,11 @@ class Trainer:
         every = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         tied = every - {name for name, _ in self.model.named_parameters()}
         state = {n: t.bfloat16() for n, t in self.model.state_dict().items() if n not in tied}
-        config = AutoModelForCausalLM.from_config(self.model.config, dtype=torch.bfloat16)
-        config.save_pretrained(part, state_dict=state)
+        part.mkdir()
+        save_file(state, part / "model.safetensors", metadata={"format": "pt"})
+        config = copy.deepcopy(self.model.config)
+        config.dtype = torch.bfloat16
+        config.save_pretrained(part)
         for pattern in COMPANIONS:
             for file in self.model_dir.glob(pattern):
                 shutil.copy(file, part)

@@ -19,8 +19,8 @@ from traceage.errors import TraceError
 
 Compression = Literal["plain", "gzip", "zstd"]
 
-_SEEK_MAGIC = 0x8F92EAB1
-_SKIPPABLE_MAGIC = 0x184D2A5E
+SEEKABLE_MAGIC = 0x8F92EAB1
+SKIPPABLE_MAGIC = 0x184D2A5E
 _FOOTER = struct.Struct("<IBI")
 
 
@@ -115,12 +115,12 @@ def seek_table(file: BinaryIO) -> list[Frame] | None:
     count, descriptor, magic = _FOOTER.unpack(file.read(_FOOTER.size))
     entry = 12 if descriptor & 0x80 else 8
     table = 8 + count * entry + _FOOTER.size
-    if magic != _SEEK_MAGIC or table > size:
+    if magic != SEEKABLE_MAGIC or table > size:
         return None
     file.seek(size - table)
     raw = file.read(table - _FOOTER.size)
     header, length = struct.unpack_from("<II", raw)
-    if header != _SKIPPABLE_MAGIC or length != table - 8:
+    if header != SKIPPABLE_MAGIC or length != table - 8:
         return None
     frames, content, stored = [], 0, 0
     for at in range(8, len(raw), entry):
