@@ -112,7 +112,7 @@ class Trainer:
         every = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         tied = every - {name for name, _ in self.model.named_parameters()}
         state = {n: t.bfloat16() for n, t in self.model.state_dict().items() if n not in tied}
-        part.mkdir()
+        part.mkdir(parents=True)
         save_file(state, part / "model.safetensors", metadata={"format": "pt"})
         config = copy.deepcopy(self.model.config)
         config.dtype = torch.bfloat16
