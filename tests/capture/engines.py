@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from traceage.capture.fleet import CPU_ENVIRONMENT
+from traceage.capture.fleet import engine_environment
 
 KEY = "secret"
 SEQUENCE = list(range(40, 60))
@@ -85,7 +85,9 @@ def free_port() -> int:
 
 
 @contextmanager
-def process(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+def process(
+    command: list[str], log: Path, environment: dict[str, str] | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
     """A process that ends with the block; it is told to stop, and killed if it does not."""
     with log.open("wb") as output:
         started = subprocess.Popen(
@@ -93,7 +95,7 @@ def process(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=output,
-            env={**CPU_ENVIRONMENT, **os.environ},
+            env={**(environment or {}), **os.environ},
         )
     try:
         yield started
@@ -130,7 +132,8 @@ def running_engines(
             command = [sys.executable, "-m", "traceage.capture.engine", "--model", str(model)]
             command += ["--policies-root", str(root), "--port", str(port), "--stop-with-parent"]
             command += ["--max-model-len", "8192", *CPU_FLAGS, *flags]
-            started = stack.enter_context(process(command, log_dir / f"engine_{k}_{port}.log"))
+            log = log_dir / f"engine_{k}_{port}.log"
+            started = stack.enter_context(process(command, log, engine_environment(len(roots))))
             engines.append(Engine(f"http://127.0.0.1:{port}", started))
         for k, engine in enumerate(engines):
             log = log_dir / f"engine_{k}_{engine.url.rsplit(':', 1)[1]}.log"

@@ -25,16 +25,10 @@ import aiohttp
 
 from traceage.capture import UpdatePath
 from traceage.capture.tasks import has_tokenizer
+from traceage.workers import available_cores
 
 ADAPTER = "policy"
 """The fixed name under which adapters are served."""
-
-CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-"""What vLLM is told on CPU unless the environment says otherwise.
-
-A gigabyte of cache, and no pinning: every engine would pin its threads to the same cores, and
-starve the others and the orchestrator.
-"""
 
 START_SECONDS = 900
 """How long an engine may take to load a model and serve it."""
@@ -134,13 +128,14 @@ class Fleet:
         flags += ["--stop-with-parent", "--generation-config", "vllm"]
         if self.lora:
             flags += ["--enable-lora", "--max-loras", "1"]
+        environment = engine_environment(count)
         for k in range(count):
             port = _free_port()
             engine = ["-m", "traceage.capture.engine", "--model", str(model), "--port", str(port)]
             # A seed an engine: a seed a request is more than vLLM can keep on CPU when it is paused
             # (0.32: "CPU Generator does not use offset" ends the engine).
             engine += ["--seed", str(seed + k), *flags]
-            self.engines.append(await self._spawn(f"engine_{k}", port, logs, engine))
+            self.engines.append(await self._spawn(f"engine_{k}", port, logs, engine, environment))
         await self._until_serving(START_SECONDS)
         if router:
             await self._start_router(logs)
@@ -164,10 +159,12 @@ class Fleet:
         command = ["-m", "vllm_router.launch_router", "--worker-urls", *urls]
         command += ["--policy", "round_robin", "--host", "127.0.0.1", "--port", str(port)]
         command += ["--prometheus-port", str(metrics)]
-        self.router = await self._spawn("router", port, logs, command)
+        self.router = await self._spawn("router", port, logs, command, {})
         await self._until_healthy(self.router, 120)
 
-    async def _spawn(self, name: str, port: int, logs: Path, command: list[str]) -> Server:
+    async def _spawn(
+        self, name: str, port: int, logs: Path, command: list[str], environment: dict[str, str]
+    ) -> Server:
         log = logs / f"{name}.log"
         with log.open("wb") as output:
             process = await asyncio.create_subprocess_exec(
@@ -177,7 +174,7 @@ class Fleet:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=output,
                 stderr=output,
-                env={**CPU_ENVIRONMENT, **os.environ},
+                env={**environment, **os.environ},
                 # Ctrl-C at a terminal is for the orchestrator: it ends the engines in its order.
                 start_new_session=True,
             )
@@ -330,6 +327,21 @@ def _error(text: str) -> str:
         error = json.loads(text).get("error", text)
         return str(error.get("message", error) if isinstance(error, dict) else error)
     return text[:500]
+
+
+def engine_environment(engines: int) -> dict[str, str]:
+    """What each of `engines` vLLM processes is told of CPUs unless the environment says more.
+
+    A gigabyte of cache. No pinning: every engine would pin its threads to the same cores. No more
+    threads than there are cores beside the orchestrator: they wait for each other spinning, and two
+    engines of two threads on two cores take four times as long.
+    """
+    threads = max(1, (available_cores() - 1) // engines)
+    return {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": str(threads),
+    }
 
 
 async def _stop(server: Server) -> None:
