@@ -478,13 +478,21 @@ def metrics(rows: list[TokenRow], weighting: str = "nodes") -> Metrics:
     tokens: list[TokenRow] = []
     nodes: dict[tuple[str, str | None, int], TokenRow] = {}
     for row in rows:
-        if row.node is not None:
+        # A completion counts where its first token stands.
+        if row.node is not None and row.index in (None, 0):
             nodes[row.episode_id, row.trace_id, row.node] = row
         if row.index is not None:
             tokens += [row] * weight_of(row, weighting)
     labelled = [row for row in tokens if row.version is not None]
     default = [row for row in tokens if row.label == "default"]
     ages = [row.age for row in labelled if row.age is not None]
+
+    # What passed while the token's episode was generated, and while it waited.
+    token_flight, token_queue = [], []
+    for row in labelled:
+        if None not in (row.training_version, row.policy_end, row.version):
+            token_flight.append(row.policy_end - row.version)  # type: ignore[operator]
+            token_queue.append(row.training_version - row.policy_end)  # type: ignore[operator]
 
     # Staleness is an episode's: one entry each, however many rows it has.
     trained = {row.episode_id: row for row in rows if row.training_version is not None}
@@ -512,6 +520,10 @@ def metrics(rows: list[TokenRow], weighting: str = "nodes") -> Metrics:
         "off_policy/token/p50": quantile(ages, 50),
         "off_policy/token/p95": quantile(ages, 95),
         "off_policy/token/p99": quantile(ages, 99),
+        "off_policy/token/in_flight/mean": mean(token_flight),
+        "off_policy/token/in_flight/max": max(token_flight, default=None),
+        "off_policy/token/in_queue/mean": mean(token_queue),
+        "off_policy/token/in_queue/max": max(token_queue, default=None),
         "off_policy/mean": mean(totals),
         "off_policy/max": max(totals, default=None),
         "off_policy/in_flight/mean": mean(in_flight),

@@ -84,7 +84,8 @@ def _parser() -> argparse.ArgumentParser:
         "--by",
         default="step",
         metavar="COLUMN[,COLUMN...]",
-        help="the columns of the spans table that make a group (default: step)",
+        help="the columns of the spans table that make a group, or bins of where a token stands: "
+        "index_bin, completion_bin (default: step)",
     )
     metrics.add_argument(
         "--format",
@@ -296,11 +297,15 @@ def _convert(options: argparse.Namespace) -> int:
 
 
 def _tally(options: argparse.Namespace, by: list[str]) -> tuple[Tally, ReadSummary]:
+    from traceage.counts import read_batches
     from traceage.metrics import Tally
     from traceage.scan import scan_spans
 
     summary = ReadSummary()
-    tally = Tally(scan_spans(options.source, **_reading(options, summary)), by, options.weighting)
+    spans = scan_spans(options.source, **_reading(options, summary))
+    tally = Tally(by, options.weighting)
+    for batch in read_batches(spans, tally.columns, options.weighting):
+        tally.add(batch)
     if not tally.totals["sampled_tokens"].sum() and not summary.not_shipped:
         raise TraceError(
             f"{', '.join(options.source)}: no sampled tokens at all in {summary.episodes:,} "

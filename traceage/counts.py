@@ -13,7 +13,8 @@ from typing import Literal
 import polars as pl
 
 from traceage.ages import age
-from traceage.schema import COUNT, SPANS
+from traceage.groups import sources_of, with_groups
+from traceage.schema import COUNT
 
 Weighting = Literal["nodes", "branches"]
 
@@ -31,7 +32,8 @@ def age_counts(
     Args:
         spans: a spans table, or any frame with its columns `training_version`, `version`, `length`
             and those of `by`. A LazyFrame is read in batches, whatever its size.
-        by: the columns that make a group.
+        by: the columns of the spans table that make a group, or `index_bin` and `completion_bin`
+            (see `traceage.groups`).
         weighting: `"nodes"` counts a token once; `"branches"` counts it once for every training
             sample that holds its node.
 
@@ -46,9 +48,10 @@ def age_counts(
     [{'step': 3, 'age': 0, 'tokens': 30}, {'step': 3, 'age': 1, 'tokens': 10}]
     """
     by = list(by)
+    needed = [*sources_of(by), "training_version", "version", "length"]
     partial: list[pl.DataFrame] = []
-    for batch in read_batches(spans, [*by, "training_version", "version", "length"], weighting):
-        aged = batch.with_columns(age(), tokens(weighting)).drop_nulls("age")
+    for batch in read_batches(spans, needed, weighting):
+        aged = with_groups(batch, by).with_columns(age(), tokens(weighting)).drop_nulls("age")
         partial.append(aged.group_by(*by, "age").agg(pl.col("tokens").sum()))
         if sum(frame.height for frame in partial) > _COMPACT_ROWS:
             partial = [merge_counts(*partial)]
@@ -97,10 +100,3 @@ def check_weighting(weighting: str) -> None:
     """Raise `ValueError` for a weighting that there is not."""
     if weighting not in ("nodes", "branches"):
         raise ValueError(f"weighting {weighting!r} is neither 'nodes' nor 'branches'")
-
-
-def check_groups(by: Sequence[str]) -> None:
-    """Raise `ValueError` for a group that is no column of the spans table."""
-    for name in by:
-        if name not in SPANS:
-            raise ValueError(f"no column {name!r} to group by; there are {', '.join(SPANS)}")

@@ -15,8 +15,9 @@ from typing import Any
 import polars as pl
 
 from traceage.ages import age, completions, field
-from traceage.counts import Weighting, check_groups, merge_counts, read_batches, tokens
+from traceage.counts import Weighting, merge_counts, read_batches, tokens
 from traceage.errors import TraceError
+from traceage.groups import check_groups, sources_of, with_groups
 from traceage.schema import COUNT
 from traceage.spans import DEFAULT_LABEL, LabelReader
 
@@ -66,7 +67,8 @@ def off_policy_metrics(
     Args:
         spans: a spans table, or a selection of it that keeps completions whole. A LazyFrame is
             read in batches, whatever its size.
-        by: the columns that make a group.
+        by: the columns of the spans table that make a group, or `index_bin` and `completion_bin`
+            (see `traceage.groups`).
         weighting: `"nodes"` counts each completion once; `"branches"` once for every training
             sample that holds it.
 
@@ -81,6 +83,11 @@ def off_policy_metrics(
         - `mixed_nodes`: completions with more than one label, of `sampled_nodes`;
         - `off_policy/token/{mean,max,min,p50,p95,p99}`: age of the labelled tokens, in policy
           versions. A quantile is the smallest age that at least that share does not exceed;
+        - `off_policy/token/in_flight/{mean,max}`: `policy_end - version`, the updates that came
+          after a token was sampled and before its episode was done;
+          `off_policy/token/in_queue/{mean,max}`: `training_version - policy_end`, those that came
+          while the episode waited. Over the labelled tokens of episodes that tell their policies,
+          where the two add up to the age;
         - `off_policy/{mean,max}`, `off_policy/in_flight/...`, `off_policy/in_queue/...`: episode
           staleness, in policy versions, over the episodes whose record has a `run`.
 
@@ -99,43 +106,58 @@ def off_policy_metrics(
     │ 2    ┆ 5335           ┆ 1                    │
     └──────┴────────────────┴──────────────────────┘
     """
-    return Tally(spans, by, weighting).metrics()
+    tally = Tally(by, weighting)
+    for batch in read_batches(spans, tally.columns, weighting):
+        tally.add(batch)
+    return tally.metrics()
 
 
 class Tally:
-    """One pass over a spans table, reduced to what the metrics and the age counts need."""
+    """A pass over a spans table, reduced to what the metrics and the age counts need."""
 
-    def __init__(
-        self,
-        spans: pl.LazyFrame | pl.DataFrame,
-        by: Sequence[str] = ("step",),
-        weighting: Weighting = "nodes",
-    ) -> None:
+    def __init__(self, by: Sequence[str] = ("step",), weighting: Weighting = "nodes") -> None:
         check_groups(by)
         self.by = list(by)
-        counts: list[pl.DataFrame] = []
-        totals: list[pl.DataFrame] = []
-        units: list[pl.DataFrame] = []
-        for batch in read_batches(spans, [*by, *_READ], weighting):
-            batch = batch.with_columns(age(), tokens(weighting))
-            counts.append(self._sum(batch.drop_nulls("age"), "age", "tokens"))
-            totals.append(self._totals(batch, weighting))
-            units.append(
-                batch.select(*self.by, *(pl.col(n).alias(f":{n}") for n in _UNIT)).unique()
-            )
-            if len(counts) >= 64:
-                counts = [merge_counts(*counts)]
-                totals = [self._sum(pl.concat(totals), *_TOTALS)]
-        self.counts = merge_counts(*counts)
-        self.totals = self._sum(pl.concat(totals), *_TOTALS)
-        self.units = pl.concat(units).unique()
+        self.weighting = weighting
+        self._counts: list[pl.DataFrame] = []
+        self._totals: list[pl.DataFrame] = []
+        self._waits: list[pl.DataFrame] = []
+        self._units: list[pl.DataFrame] = []
+
+    @property
+    def columns(self) -> list[str]:
+        """The columns of the spans table that a batch has to have."""
+        return list(dict.fromkeys([*sources_of(self.by), *_READ]))
+
+    def add(self, batch: pl.DataFrame) -> None:
+        """Take up some rows of the spans table."""
+        batch = with_groups(batch, self.by).with_columns(age(), tokens(self.weighting))
+        aged = batch.filter(pl.col("age").is_not_null(), pl.col("tokens") > 0)
+        self._counts.append(self._sum(aged, "age", "tokens"))
+        self._totals.append(self._totals_of(batch))
+        self._waits.append(self._aggregated(aged.with_columns(**_WAITS_OF_ROWS), _WAITS))
+        unit = [pl.col(name).alias(f":{name}") for name in _UNIT]
+        self._units.append(batch.select(*self.by, *unit).unique())
+        if len(self._counts) >= 64:
+            self._counts = [self.counts]
+            self._totals = [self.totals]
+            self._waits = [self._aggregated(pl.concat(self._waits), _WAITS)]
+
+    @property
+    def counts(self) -> pl.DataFrame:
+        """The table of `age_counts`."""
+        return merge_counts(*self._counts)
+
+    @property
+    def totals(self) -> pl.DataFrame:
+        """Counts of tokens and completions by group."""
+        return self._sum(pl.concat(self._totals), *_TOTALS)
 
     def metrics(self) -> pl.DataFrame:
         """The table of `off_policy_metrics`."""
         by = self.by
-        frames = [self._episodes(), self._ages()]
         table = self.totals
-        for frame in frames:
+        for frame in (self._episodes(), self._ages(), self._token_waits()):
             table = _join(table, frame, by)
         table = table.with_columns(
             pl.when(pl.col("sampled_tokens") > 0)
@@ -152,13 +174,32 @@ class Tally:
         sums = [pl.col(name).sum().cast(COUNT) for name in columns if name != "age"]
         return frame.group_by(keys).agg(sums) if keys else frame.select(sums)
 
-    def _totals(self, batch: pl.DataFrame, weighting: Weighting) -> pl.DataFrame:
+    def _aggregated(self, frame: pl.DataFrame, figures: list[pl.Expr]) -> pl.DataFrame:
+        return frame.group_by(self.by).agg(figures) if self.by else frame.select(figures)
+
+    def _token_waits(self) -> pl.DataFrame:
+        """The part of the tokens' ages in flight and in queue."""
+        waits = self._aggregated(pl.concat(self._waits), _WAITS)
+        known = pl.col("waited") > 0
+        return waits.select(
+            *self.by,
+            *(
+                figure.alias(f"off_policy/token/{part}/{name}")
+                for part in ("in_flight", "in_queue")
+                for name, figure in (
+                    ("mean", pl.when(known).then(pl.col(part) / pl.col("waited"))),
+                    ("max", pl.col(f"{part}_max")),
+                )
+            ),
+        )
+
+    def _totals_of(self, batch: pl.DataFrame) -> pl.DataFrame:
         amount = pl.col("tokens")
         default = pl.col("label") == DEFAULT_LABEL
         labelled = pl.col("version").is_not_null()
         # Runs tile a completion, so exactly one of them starts it.
         first = (pl.col("start") == 0) & pl.col("node").is_not_null()
-        node = pl.col("branches") if weighting == "branches" else pl.lit(1)
+        node = pl.col("branches") if self.weighting == "branches" else pl.lit(1)
         zero = pl.lit(0)
         batch = batch.with_columns(
             sampled_tokens=amount,
@@ -184,7 +225,9 @@ class Tally:
         in_flight = pl.min_horizontal(total, pl.max_horizontal(end - start, 0)).fill_null(0)
         known = version.is_not_null() & pl.col(":has_run") & counted
         episodes = (
-            self.units.with_columns(
+            pl.concat(self._units)
+            .unique()
+            .with_columns(
                 total=pl.when(known).then(total),
                 in_flight=pl.when(known).then(
                     pl.when(start.is_null()).then(0).otherwise(in_flight)
@@ -245,6 +288,20 @@ class Tally:
         return counts.group_by(by).agg(named) if by else counts.select(named)
 
 
+_WAITS_OF_ROWS = {
+    "waited": pl.col("tokens") * pl.col("policy_end").is_not_null(),
+    "in_flight": (pl.col("policy_end") - pl.col("version")).cast(COUNT) * pl.col("tokens"),
+    "in_queue": (pl.col("training_version") - pl.col("policy_end")).cast(COUNT) * pl.col("tokens"),
+    "in_flight_max": pl.col("policy_end") - pl.col("version"),
+    "in_queue_max": pl.col("training_version") - pl.col("policy_end"),
+}
+"""Of the tokens of a row: how many are known to have waited, and their updates in all."""
+
+_WAITS = [
+    pl.col("waited", "in_flight", "in_queue").sum().cast(COUNT),
+    pl.col("in_flight_max", "in_queue_max").max().cast(pl.Int32),
+]
+
 _TOTALS = (
     "sampled_tokens",
     "labelled_tokens",
@@ -266,6 +323,11 @@ COLUMNS = (
     "mixed_nodes",
     "sampled_nodes",
     *(f"off_policy/token/{figure}" for figure in TOKEN_FIGURES),
+    *(
+        f"off_policy/token/{part}/{f}"
+        for part in ("in_flight", "in_queue")
+        for f in ("mean", "max")
+    ),
     *(f"{name}/{figure}" for name in EPISODE_FIGURES.values() for figure in ("mean", "max")),
 )
 """The metrics of a group, in order."""
@@ -292,8 +354,9 @@ def batch_metrics(
         version_pattern: see `scan_spans`.
 
     Returns:
-        `off_policy/token/{mean,max,min,p50,p95,p99}` and `off_policy/token/coverage` over the
-        sampled tokens of trainable agents, and `off_policy/...`, `off_policy/in_flight/...`,
+        `off_policy/token/{mean,max,min,p50,p95,p99}`, `off_policy/token/in_flight/{mean,max}`,
+        `off_policy/token/in_queue/{mean,max}` and `off_policy/token/coverage` over the sampled
+        tokens of trainable agents, and `off_policy/...`, `off_policy/in_flight/...`,
         `off_policy/in_queue/...` (`mean` and `max` each) over the episodes: the figures that
         `off_policy_metrics` gives for the stored batch. None where there is none.
 
@@ -310,6 +373,8 @@ def batch_metrics(
     trained = step - 1 if training_version is None else training_version
     read = LabelReader(version_pattern)
     ages: Counter[int] = Counter()
+    in_flight: Counter[int] = Counter()
+    in_queue: Counter[int] = Counter()
     sampled = 0
     staleness: list[tuple[int, int, int]] = []
     for episode in episodes:
@@ -317,6 +382,7 @@ def batch_metrics(
         if traces is None:
             traces = [episode]
         run = field(episode, "run")
+        policy_end = _policy(run)[1]
         if run is not None:
             staleness.append(_episode_staleness(run, trained))
         for trace in traces:
@@ -333,6 +399,9 @@ def batch_metrics(
                         ) from None
                     if version is not None:
                         ages[trained - version] += end - start
+                        if policy_end is not None:
+                            in_flight[policy_end - version] += end - start
+                            in_queue[trained - policy_end] += end - start
     labelled = sum(ages.values())
     metrics: dict[str, float | int | None] = dict.fromkeys(
         f"off_policy/token/{figure}" for figure in TOKEN_FIGURES
@@ -349,6 +418,11 @@ def batch_metrics(
                 if below * 100 >= labelled * q:
                     metrics[f"off_policy/token/p{q}"] = value
                     break
+    for name, waited in (("in_flight", in_flight), ("in_queue", in_queue)):
+        known = sum(waited.values())
+        mean = sum(a * n for a, n in waited.items()) / known if known else None
+        metrics[f"off_policy/token/{name}/mean"] = mean
+        metrics[f"off_policy/token/{name}/max"] = max(waited, default=None)
     metrics["off_policy/token/coverage"] = labelled / sampled if sampled else None
     for at, name in enumerate(EPISODE_FIGURES.values()):
         values = [one[at] for one in staleness]
@@ -357,12 +431,18 @@ def batch_metrics(
     return metrics
 
 
-def _episode_staleness(run: Any, trained: int) -> tuple[int, int, int]:
-    """Total, in flight, in queue, in policy versions; an episode of a frozen policy has none."""
+def _policy(run: Any) -> tuple[int | None, int | None]:
+    """The first and last policy that was live while an episode was generated."""
     policy = field(field(run, "work"), "policy")
     start, end = field(policy, "start"), field(policy, "end")
-    if start is None:
+    return start, start if end is None else end
+
+
+def _episode_staleness(run: Any, trained: int) -> tuple[int, int, int]:
+    """Total, in flight, in queue, in policy versions; an episode of a frozen policy has none."""
+    start, end = _policy(run)
+    if start is None or end is None:
         return 0, 0, 0
     total = max(0, trained - start)
-    in_flight = min(total, max(0, (start if end is None else end) - start))
+    in_flight = min(total, max(0, end - start))
     return total, in_flight, total - in_flight
