@@ -351,6 +351,13 @@ def test_pushdown_changes_nothing(stored: list[Stored], data: st.DataObject) -> 
     assert started.equals(whole.head(3))
 
 
+def test_any_one_column_alone(ways: dict[str, Path]) -> None:
+    spans = ta.scan_spans(ways["dump of store"])
+    whole = spans.collect()
+    for column in whole.columns:
+        assert_frame_equal(spans.select(column).collect(), whole.select(column))
+
+
 def test_a_step_that_nobody_knows(tmp_path: Path) -> None:
     """A trace has to belong to some step before it can be kept."""
     path = tmp_path / "traces.jsonl"

@@ -192,10 +192,8 @@ def _runs_of(
     if "training_version" in needed:
         traces = traces.with_columns(_training_versions(reader, traces))
     wanted = [name for name in RUN_COLUMNS if name in needed]
-    shared = [name for name in wanted if name in traces.columns]
-    frame = traces.select(shared)[of_run].with_columns(
-        made[name].alias(name) for name in wanted if name in made
-    )
+    shared = {name: traces[name].gather(of_run) for name in wanted if name in traces.columns}
+    frame = pl.DataFrame({**shared, **{name: made[name] for name in wanted if name in made}})
     if len(bare):
         frame = pl.concat([frame, _bare(traces[bare], frame.columns)], how="vertical_relaxed")
         if len(pieces) > 1:
