@@ -16,7 +16,7 @@ from strategies import PLAIN, Style, encode
 
 IDENTITY = ("step", "env", "group_id", "episode_id", "trace_id", "agent", "node", "turn", "index")
 CONTEXT = ("training_version", "shipped", "has_run", "policy_start", "policy_end", "reward")
-OF_A_NODE = ("timestamp", "branches", "mixed")
+OF_A_NODE = ("timestamp", "branches", "mixed", "completion_tokens")
 OF_A_TOKEN = ("label", "version")
 
 Row = dict[str, Any]
@@ -27,6 +27,7 @@ def library_tokens(spans: pl.DataFrame) -> list[Row]:
     rows = []
     for span in spans.iter_rows(named=True):
         assert span["length"] == (0 if span["node"] is None else span["end"] - span["start"])
+        assert (span["completion_tokens"] is None) == (span["node"] is None)
         indices: Iterable[int | None] = [None]
         if span["length"]:
             indices = range(span["start"], span["end"])
@@ -117,8 +118,8 @@ def library_counts(counts: pl.DataFrame, by: Sequence[str]) -> dict[tuple[Any, .
 
 STREAMS = ("position", "token_id", "is_content", *PER_SAMPLED)
 TOKEN_COLUMNS = (
-    *IDENTITY, *CONTEXT, *OF_A_NODE, *OF_A_TOKEN, "trainable", "age", "branch", "branch_tokens",
-    *STREAMS,
+    *IDENTITY, *CONTEXT, *OF_A_NODE, *OF_A_TOKEN, "trainable", "age", "context_age", "branch",
+    "branch_tokens", *STREAMS,
 )  # fmt: skip
 
 

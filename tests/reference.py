@@ -65,10 +65,12 @@ class TokenRow:
     timestamp: float | None = None
     branches: int | None = None
     mixed: bool | None = None
+    completion_tokens: int | None = None
     index: int | None = None
     label: str | None = None
     version: int | None = None
     age: int | None = None
+    context_age: int | None = None
     position: int | None = None
     token_id: int | None = None
     is_content: bool | None = None
@@ -194,6 +196,17 @@ def version_of(label: str | None, *, skip: bool = False) -> int | None:
     return int(label)
 
 
+def versions_above(nodes: list[Record], i: int, *, skip: bool = False) -> list[int]:
+    """The version of every labelled token that was sampled on the path to a node."""
+    return [
+        version
+        for at in path_to(nodes, i)[:-1]
+        if is_sampled(nodes[at])
+        for label in labels_of(nodes[at], skip=skip)
+        if (version := version_of(label, skip=skip)) is not None
+    ]
+
+
 # --- a node's streams -----------------------------------------------------------------------------
 
 PER_SAMPLED = {
@@ -299,21 +312,35 @@ def trace_rows(base: TokenRow, trace: Record, *, skip: bool) -> Iterator[TokenRo
             timestamp=node.get("timestamp"),
             branches=branches[i],
             mixed=len({label for label in labels if label is not None}) > 1,
+            completion_tokens=len(labels),
         )
         turn += 1
         if not labels:
             yield of_node
         streams = streams_of(nodes, i, len(labels))
+        oldest = min(versions_above(nodes, i, skip=skip), default=None)
         for index, label in enumerate(labels):
             version = version_of(label, skip=skip)
-            age = None
-            if version is not None and base.training_version is not None:
-                age = base.training_version - version
             yield replace(
-                of_node, index=index, label=label, version=version, age=age, **streams[index]
+                of_node,
+                index=index,
+                label=label,
+                version=version,
+                age=age_of(version, base),
+                context_age=age_of(oldest, base),
+                **streams[index],
             )
+            if version is not None:
+                oldest = version if oldest is None else min(oldest, version)
     if turn == 0:
         yield of_trace
+
+
+def age_of(version: int | None, base: TokenRow) -> int | None:
+    """How old a version is when it is trained on; None where either is unknown."""
+    if version is None or base.training_version is None:
+        return None
+    return base.training_version - version
 
 
 def token_rows(

@@ -339,6 +339,7 @@ def test_pushdown_changes_nothing(stored: list[Stored], data: st.DataObject) -> 
                 [
                     pl.col("step") == stored[0].step,
                     pl.col("age") > 3,
+                    pl.col("context_age") >= 2,
                     pl.col("logprob") < -1.0,
                     (pl.col("env") == "math") & (pl.col("index") > 0),
                     pl.lit(False),
@@ -556,9 +557,9 @@ def test_spans_are_read_from_the_span_columns_alone(ways: dict[str, Path], tmp_p
     for weighting in WEIGHTINGS:
         of_whole = ta.off_policy_metrics(whole, weighting=weighting)
         assert_same_frame(ta.off_policy_metrics(spans, weighting=weighting), of_whole)
-    ages = ta.scan_tokens(damaged, ["step", "trace_id", "node", "index", "age"])
+    ages = ta.scan_tokens(damaged, ["step", "trace_id", "index", "completion_tokens", "age"])
     assert ages.collect().height == 68_927
-    for column in ("logprob", "token_id", "position"):
+    for column in ("logprob", "token_id", "position", "context_age"):
         with pytest.raises((ta.TraceError, OSError)):
             ta.scan_tokens(damaged, [column]).collect()
 

@@ -110,6 +110,7 @@ def test_pushdown_changes_nothing(stored: list[Stored], data: st.DataObject) -> 
                     (pl.col("env") == "math") & (pl.col("length") > 1),
                     pl.col("trace_id").is_in(["t-0-0", "bare-1"]),
                     pl.col("mixed") | (pl.col("branches") == 0),
+                    pl.col("completion_tokens") > pl.col("length"),
                     pl.lit(False),
                 ]
             )
@@ -406,6 +407,7 @@ SPAN_COLUMNS = {
     "trainable": pl.Boolean,
     "node": pl.Int32,
     "turn": pl.Int32,
+    "completion_tokens": pl.Int32,
     "start": pl.Int32,
     "end": pl.Int32,
     "length": pl.Int32,

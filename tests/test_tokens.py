@@ -157,6 +157,9 @@ def test_pushdown_changes_nothing(
                     pl.col("step") == stored[0].step,
                     pl.col("version").is_null(),
                     pl.col("age") > 3,
+                    pl.col("context_age") > pl.col("age"),
+                    pl.col("context_age").is_null() & (pl.col("step") > 3),
+                    (pl.col("completion_tokens") > 4) & (pl.col("context_age") != 2),
                     (pl.col("index") == 0) | (pl.col("position") > 4),
                     pl.col("logprob") < -1.0,
                     pl.col("is_content") & (pl.col("env") == "math"),
@@ -221,6 +224,126 @@ def test_a_mask_with_holes_and_a_branch_point(tmp_path: Path) -> None:
     assert tokens["entropy"].to_list() == [None, None, None, 0.5, 1.5, *[None] * 4]
     assert tokens["is_content"].to_list() == [*[None] * 8, True]
     assert tokens["branches"].to_list() == [2, 2, 2, 1, 1, 2, 2, 2, 1]
+
+
+def contexts(tokens: pl.DataFrame) -> list[tuple[Any, ...]]:
+    """(node, age, completion_tokens, context_age) of each token."""
+    return tokens.select("node", "age", "completion_tokens", "context_age").rows()
+
+
+def test_the_oldest_token_of_the_context(tmp_path: Path) -> None:
+    """Down a chain: nothing before the first token, then whatever was sampled earliest of all."""
+    tokens = scan(
+        tmp_path / "traces.jsonl",
+        trace(
+            node("..", labels(("0", 2))),  # labelled, but not sampled
+            node(".sss", labels(("4", 2), ("5", 1)), parent=0),
+            node("..", parent=1),
+            node("ss", labels(("3", 1), ("6", 1)), parent=2),
+            node("s", labels(("6", 1)), parent=3),
+        ),
+        trace(node("s", labels(("6", 1))), trace_id="u"),
+    )
+    assert contexts(tokens) == [
+        (1, 2, 3, None),
+        (1, 2, 3, 2),
+        (1, 1, 3, 2),
+        (3, 3, 2, 2),
+        (3, 0, 2, 3),
+        (4, 0, 1, 3),
+        (0, 0, 1, None),  # another trace
+    ]
+    assert tokens.schema["completion_tokens"] == tokens.schema["context_age"] == pl.Int32
+
+
+BRANCH_POINT = trace(
+    node(".s", labels(("4", 1))),
+    node("s", labels(("2", 1)), parent=0),
+    node("ss", labels(("5", 2)), parent=0),
+    node("s", labels(("6", 1)), parent=2),
+    node("..", parent=3),
+    node("..", parent=3),
+    node("ss", labels(("1", 2))),
+)
+"""
+0 - 1                leaf 0
+  - 2 - 3 - 4        leaf 1
+          - 5        leaf 2
+6                    leaf 3
+"""
+
+
+def test_the_context_is_that_of_the_branch(tmp_path: Path) -> None:
+    """What was sampled on another branch, before or after, was not in the context."""
+    path = tmp_path / "traces.jsonl"
+    write_lines(path, [BRANCH_POINT])
+    ta.write_dump(path, tmp_path / "dump", step=7)
+    root, left = [(0, 2, 1, None)], [(1, 4, 1, 2)]
+    right, other = [(2, 1, 2, 2), (2, 1, 2, 2), (3, 0, 1, 2)], [(6, 5, 2, None), (6, 5, 2, 5)]
+    for source in (path, tmp_path / "dump"):
+        tokens = ta.scan_tokens(source, step=7).collect()
+        assert contexts(tokens) == root + left + right + other
+        tokens = ta.scan_tokens(source, step=7, weighting="branches").collect()
+        assert contexts(tokens) == [*root, *left, *root, *right, *root, *right, *other]
+
+
+def test_what_has_no_version_has_a_context(tmp_path: Path) -> None:
+    """A run labelled `default` or not at all adds nothing and hides nothing."""
+    tokens = scan(
+        tmp_path / "traces.jsonl",
+        trace(
+            node("s" * 6, labels(("default", 2), ("5", 1), ("default", 2), ("4", 1))),
+            node("", [], parent=0, sampled=True),
+            node("ss", None, parent=1),
+        ),
+    )
+    assert contexts(tokens) == [
+        *[(0, None, 6, None)] * 2,
+        (0, 1, 6, None),
+        *[(0, None, 6, 1)] * 2,
+        (0, 2, 6, 1),
+        *[(2, None, 2, 2)] * 2,
+    ]
+
+
+def test_a_context_of_the_future(tmp_path: Path) -> None:
+    """Labels newer than the batch give negative ages, here as elsewhere."""
+    path = tmp_path / "traces.jsonl"
+    tokens = scan(path, trace(node("sss", labels(("9", 1), ("8", 2)))))
+    assert contexts(tokens) == [(0, -3, 3, None), (0, -2, 3, -3), (0, -2, 3, -2)]
+
+
+def test_no_context_age_without_a_batch(tmp_path: Path) -> None:
+    store = StoreWriter(tmp_path)
+    store.append(trace(node("ss", labels(("3", 2)))), arrival=7)
+    tokens = ta.scan_tokens(tmp_path, subset="all", quiet=True).collect()
+    assert contexts(tokens) == [(0, None, 2, None)] * 2
+
+
+def test_an_empty_completion_has_a_length(tmp_path: Path) -> None:
+    path = tmp_path / "traces.jsonl"
+    write_lines(path, [{"id": "e", "traces": []}, trace(node(".s"), node("..", [], sampled=True))])
+    ta.write_dump(path, tmp_path / "dump", step=7)
+    for source in (path, tmp_path / "dump"):
+        spans = ta.scan_spans(source, step=7).select("node", "length", "completion_tokens")
+        assert set(spans.collect().rows()) == {(None, 0, None), (0, 1, 1), (1, 0, 0)}
+
+
+def test_context_age_alone(tmp_path: Path) -> None:
+    """By itself, filtered on, of labelled tokens, from the start: as in the whole table."""
+    path = tmp_path / "traces.jsonl"
+    mixed = trace(node("sss", labels(("default", 1), ("4", 1), ("3", 1))), trace_id="u")
+    write_lines(path, [BRANCH_POINT, mixed])
+    ta.write_dump(path, tmp_path / "dump", step=7)
+    for source in (path, tmp_path / "dump"):
+        tokens = ta.scan_tokens(source, step=7)
+        ages = [None, 2, 2, 2, 2, None, 5, None, None, 2]
+        assert tokens.select("context_age").collect().to_series().to_list() == ages
+        assert tokens.head(3).select("context_age").collect().to_series().to_list() == ages[:3]
+        older = tokens.filter(pl.col("context_age") > 2).select("trace_id", "node").collect()
+        assert older.rows() == [("t", 6)]
+        labelled = ta.scan_tokens(source, ["context_age"], step=7, labelled_only=True).collect()
+        assert labelled.to_series().to_list() == [*ages[:7], *ages[8:]]
 
 
 @pytest.mark.parametrize("nothing", [{}, None, []])
@@ -562,7 +685,14 @@ def naive(spans: pl.DataFrame, columns: Sequence[str]) -> list[tuple[Any, ...]]:
             age = None
             if span["training_version"] is not None and span["version"] is not None:
                 age = span["training_version"] - span["version"]
-            values = {**span, "index": index, "age": age}
+            context = [span["context_version"]]
+            if index > span["start"]:
+                context.append(span["version"])
+            context = [version for version in context if version is not None]
+            context_age = None
+            if span["training_version"] is not None and context:
+                context_age = span["training_version"] - min(context)
+            values = {**span, "index": index, "age": age, "context_age": context_age}
             rows.append(tuple(values[name] for name in columns))
     return rows
 
@@ -574,6 +704,7 @@ runs = st.fixed_dictionaries(
         "length": st.sampled_from([0, 0, 1, 2, 7]),
         "training_version": numbers,
         "version": numbers,
+        "context_version": numbers,
         "label": st.sampled_from([None, "", "3", "a longer label than twelve bytes \u2028"]),
         "flag": st.sampled_from([None, True, False]),
         "reward": st.sampled_from([None, 0.0, -1.5]),
@@ -584,6 +715,7 @@ RUNS: dict[str, Any] = {
     "length": pl.Int32,
     "training_version": pl.Int32,
     "version": pl.Int32,
+    "context_version": pl.Int32,
     "label": pl.String,
     "flag": pl.Boolean,
     "reward": pl.Float64,
@@ -593,7 +725,7 @@ RUNS: dict[str, Any] = {
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(runs, max_size=8),
-    st.lists(st.sampled_from([*RUNS, "index", "age"]), unique=True, min_size=1),
+    st.lists(st.sampled_from([*RUNS, "index", "age", "context_age"]), unique=True, min_size=1),
     st.integers(0, 2),
 )
 def test_explode_against_loops(drawn: list[Record], columns: list[str], skip: int) -> None:
@@ -755,6 +887,8 @@ def test_the_command_writes_what_the_scan_gives(
     assert list(tmp_path.iterdir()) == [out]
 
     capsys.readouterr()
+    assert main(["tokens", source, "-o", str(out), "--columns", "context_age", "--quiet"]) == 0
+    assert_same_frame(pl.read_parquet(out), ta.scan_tokens(source, ["context_age"]).collect())
     assert main(["tokens", source, "-o", str(out), "--columns", "age,logprobs"]) == 2
     assert "logprobs" in capsys.readouterr().err
 

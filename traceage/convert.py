@@ -34,7 +34,6 @@ from traceage.output import replacing
 from traceage.plan import Plan
 from traceage.rows import Rows
 from traceage.scan import ReadingOptions, reader_of
-from traceage.schema import SPANS
 from traceage.sources import SourceFile, cohort_of, find_files
 
 if TYPE_CHECKING:
@@ -105,7 +104,7 @@ def write_dump(
     unfinished = folder / LEDGER / UNFINISHED
     unfinished.touch()
     reader.summary.clear()
-    rows = Rows(reader, {name for name in SPANS if name not in ("training_version", "version")})
+    rows = Rows(reader, {"step", "length", *TRACE_COLUMNS, *SPAN_FIELDS})
     done = []
     for file in find_files(reader.sources, "both"):
         if file.format == "unknown":

@@ -1,7 +1,7 @@
 """A Parquet dump -> frames of runs and their streams, a row group at a time.
 
 What `rows` decides trace by trace for records, this decides for whole columns: which traces count,
-and at which step. Of the nodes only the streams that are asked for are read.
+and at which step. Of the nodes only what is asked for is read: streams, or which one follows which.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import numpy as np
 import polars as pl
 
 from traceage.ages import training_versions
+from traceage.context import completion_tokens, lowest_before, runs_before, sampled_ancestors
 from traceage.errors import Problem
 from traceage.formats.dump import SPAN_FIELDS, TRACE_COLUMNS
 from traceage.formats.streams import FLOATS, PLACED, STREAMS
@@ -53,7 +54,7 @@ class _Batch(NamedTuple):
     traces: pl.DataFrame
     spans: pl.Series
     table: pa.Table | None
-    """The nodes and branches, with streams."""
+    """The nodes and branches, where they are needed."""
 
 
 def read_dump(
@@ -61,14 +62,14 @@ def read_dump(
 ) -> Iterator[tuple[pl.DataFrame, dict[str, pl.Series]]]:
     """The runs of the files of a dump, in order, and the streams of their tokens.
 
-    With streams, a row group is a batch; without, a few hundred files are: runs are few, and a
-    batch has its price.
+    With anything of the nodes, a row group is a batch; without, a few hundred files are: runs are
+    few, and a batch has its price.
     """
     of_trace = [name for name in TRACE_COLUMNS if name in needed or name in _SELECTION]
     how = reader.training_version
     if isinstance(how, str) and how in TRACE_COLUMNS and how not in of_trace:
         of_trace.append(how)
-    if what.streams or what.per_branch:
+    if _node_fields(needed, what) or what.per_branch:
         batches = _row_groups(files, of_trace, needed, what)
     else:
         batches = _whole_files(files, of_trace)
@@ -105,7 +106,7 @@ def _row_groups(
     columns = [
         *of_trace,
         *(f"spans.list.element.{name}" for name in _span_fields(needed, what)),
-        *(f"nodes.list.element.{name}" for name in _node_fields(what)),
+        *(f"nodes.list.element.{name}" for name in _node_fields(needed, what)),
         *(["branches"] if what.per_branch else []),
     ]
     for file in files:
@@ -123,15 +124,16 @@ def _span_fields(needed: set[str], what: What) -> list[str]:
     fields = {name for name in SPAN_FIELDS if name in needed} | {"start", "end"}
     if "version" in needed:
         fields.add("label")
-    if what.per_branch:
+    if what.per_branch or needed.intersection(("completion_tokens", "context_version")):
         fields.add("node")
     return [name for name in SPAN_FIELDS if name in fields]
 
 
-def _node_fields(what: What) -> list[str]:
+def _node_fields(needed: set[str], what: What) -> list[str]:
+    fields = ["parent", "sampled"] if "context_version" in needed else []
     if not what.streams:
-        return []
-    fields = ["sampled_tokens"]
+        return fields
+    fields.append("sampled_tokens")
     if what.streams.intersection(PLACED):
         fields.append("mask")
     fields += ["token_ids"] if "token_id" in what.streams else []
@@ -189,6 +191,15 @@ def _runs_of(
         empty = np.full(len(of_run), -1, np.int32)
         numbers = pl.Series(branch.get(name, empty))
         made[name] = numbers.set(numbers < 0, None)
+    if "completion_tokens" in needed:
+        made["completion_tokens"] = completion_tokens(*_integers(runs, "node", "start", "end"))
+    if "context_version" in needed:
+        assert table is not None
+        node, start = _integers(runs, "node", "start")
+        ancestor = _ancestors(table, of_run, node)
+        index = branch.get("branch", np.zeros_like(node))
+        before = runs_before(of_run, index, node, ancestor, start)
+        made["context_version"] = lowest_before(before, made["version"])
     if "training_version" in needed:
         traces = traces.with_columns(_training_versions(reader, traces))
     wanted = [name for name in RUN_COLUMNS if name in needed]
@@ -324,6 +335,29 @@ def _by_branch(
         "branch": both["index"].to_numpy(),
         "branch_tokens": both["tokens"].to_numpy(),
     }
+
+
+def _ancestors(
+    table: pa.Table, of_run: NDArray[np.int64], node: NDArray[np.int32]
+) -> NDArray[np.int64]:
+    """The nearest sampled node above the node of each run; -1 where there is none."""
+    lists = table["nodes"].combine_chunks()
+    first = _starts(_lengths(lists))
+    of_trace = np.repeat(first, _lengths(lists))
+    fields = pl.Series(pl.from_arrow(lists.flatten())).struct
+    parent = fields.field("parent").fill_null(-1).to_numpy()
+    parent = np.where(parent < 0, -1, of_trace + parent)
+    above = sampled_ancestors(parent, fields.field("sampled").to_numpy())
+    above = np.where(above < 0, -1, above - of_trace)
+    # A trace without completions has a run of no node, and maybe no nodes at all.
+    found = np.full(len(node), -1)
+    found[node >= 0] = above[(first[of_run] + node)[node >= 0]]
+    return found
+
+
+def _integers(runs: dict[str, pl.Series], *names: str) -> list[NDArray[np.int32]]:
+    """Columns of runs as arrays; -1 where there is no value."""
+    return [runs[name].fill_null(-1).to_numpy() for name in names]
 
 
 def _streams(table: pa.Table, what: What) -> dict[str, pl.Series]:

@@ -9,6 +9,7 @@ import numpy as np
 import polars as pl
 
 from traceage.ages import training_versions
+from traceage.context import completion_tokens, lowest_before, runs_before
 from traceage.errors import Problem, TraceError, list_labels
 from traceage.formats.records import RUN_FIELDS, Block, Unit
 from traceage.formats.streams import PLACED
@@ -22,9 +23,12 @@ if TYPE_CHECKING:
     from traceage.reading import Reader
 
 
-UNIT, START, END, LABEL, MIXED, BRANCHES = (
-    RUN_FIELDS.index(name) for name in ("unit", "start", "end", "label", "mixed", "branches")
-)
+UNIT, NODE, START, END, LABEL, MIXED, BRANCHES, BRANCH, ANCESTOR = (
+    RUN_FIELDS.index(name)
+    for name in (
+        "unit", "node", "start", "end", "label", "mixed", "branches", "branch", "ancestor"
+    )
+)  # fmt: skip
 
 
 class Row(NamedTuple):
@@ -279,6 +283,11 @@ class Rows:
                 made[name] = labels.gather(label_at)
             elif name == "version":
                 made[name] = versions.gather(label_at)
+            elif name == "completion_tokens":
+                made[name] = completion_tokens(runs[:, NODE], runs[:, START], runs[:, END])
+            elif name == "context_version":
+                before = runs_before(*runs[:, [UNIT, BRANCH, NODE, ANCESTOR, START]].T)
+                made[name] = lowest_before(before, versions.gather(label_at))
             elif name == "mixed":
                 made[name] = pl.Series(runs[:, MIXED] > 0)
             elif name == "timestamp":

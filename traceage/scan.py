@@ -145,9 +145,9 @@ def scan_tokens(
         **reading: see `scan_spans`.
 
     Returns:
-        A LazyFrame. `age` is null for a token without a version, and a stream is null where it was
-        not stamped. What a trace store holds as annotations is folded in as if it had been
-        stamped; the newest word on a node wins.
+        A LazyFrame. `age` is null for a token without a version, `context_age` where no sampled
+        token before it has one, and a stream is null where it was not stamped. What a trace store
+        holds as annotations is folded in as if it had been stamped; the newest word on a node wins.
 
     Raises:
         TraceError: as `scan_spans`; also, when the frame is collected, for a stream that is not as
@@ -247,6 +247,8 @@ def token_batches(
     plan = Plan(conjuncts, what)
     of_spans = [c for c in conjuncts if (r := set(c.meta.root_names())) and r <= set(SPANS)]
     spread = (needed - streams) | {"start", "length", "training_version", "version"}
+    if "context_age" in needed:
+        spread.add("context_version")
 
     def frames() -> Iterator[pl.DataFrame]:
         read = _frames(reader, plan, spread, ROWS_PER_BATCH, TOKENS_PER_BATCH)

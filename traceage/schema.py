@@ -21,6 +21,7 @@ SPANS: dict[str, pl.DataType] = {
     "trainable": pl.Boolean(),
     "node": pl.Int32(),
     "turn": pl.Int32(),
+    "completion_tokens": pl.Int32(),
     "start": pl.Int32(),
     "end": pl.Int32(),
     "length": pl.Int32(),
@@ -44,6 +45,7 @@ SPANS: dict[str, pl.DataType] = {
 - `kind` (`train`, `eval`), `subset` (`effective`, `all`): null where nothing tells.
 - `shipped`: whether a batch took the trace; null where the layout does not tell.
 - `node`: index in the trace's nodes; `turn`: how many sampled nodes come before it.
+- `completion_tokens`: how many tokens were sampled for the node; null without a node.
 - `start`, `end`, `length`: the run's place in the node's sampled tokens. Runs tile the node.
 - `label`: as stored, null where the engine gave none; `version`: its integer, null for `default`.
 - `mixed`: the completion carries more than one distinct label.
@@ -63,6 +65,7 @@ TOKENS: dict[str, pl.DataType] = {
     "index": pl.Int32(),
     "position": pl.Int32(),
     "age": pl.Int32(),
+    "context_age": pl.Int32(),
     "token_id": pl.Int32(),
     "logprob": pl.Float32(),
     "advantage": pl.Float32(),
@@ -78,11 +81,21 @@ TOKENS: dict[str, pl.DataType] = {
 - `index`: place among the sampled tokens of its node; `position`: place in the `token_ids` of
   every branch that holds it;
 - `age`: null without a version;
+- `context_age`: the age of the oldest token that the token was conditioned on, that is, of the
+  lowest version among the sampled tokens before it in its branch (those of its own completion and
+  of all sampled nodes above it, in the same trace); null where none of them has a version. The
+  token's own version plays no part, so one labelled `default`, or not at all, has a context age;
 - `token_id`, and the streams that were stamped; null where they were not.
 """
 
-RUN_COLUMNS = {**SPANS, "branch": TOKENS["branch"], "branch_tokens": TOKENS["branch_tokens"]}
-"""The columns of either table that are known of a whole run."""
+RUN_COLUMNS = {
+    **SPANS,
+    "branch": TOKENS["branch"],
+    "branch_tokens": TOKENS["branch_tokens"],
+    "context_version": pl.Int32(),
+}
+"""What is known of a whole run: columns of either table, and the lowest version among the sampled
+tokens before the run in its branch, from which `context_age` is made."""
 
 COUNT = pl.Int64()
 """The type of every count of tokens, episodes, traces and nodes."""

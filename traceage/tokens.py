@@ -25,6 +25,9 @@ BLOCK_TOKENS = 1 << 15
 
 WORTH_THREADS = 1 << 20
 
+WITHIN_RUNS = ("index", "context_age")
+"""Columns that are not one value a run."""
+
 
 def explode(spans: pl.DataFrame, columns: Sequence[str]) -> pl.DataFrame:
     """A row a token of `spans`, in their order.
@@ -32,7 +35,9 @@ def explode(spans: pl.DataFrame, columns: Sequence[str]) -> pl.DataFrame:
     Args:
         spans: a frame with `length` and, of its own or for what is derived, the columns named:
             `index` (Int32, the place among the sampled tokens of the node) needs `start`; `age`
-            (Int32) is computed from `training_version` and `version` where it is not a column.
+            (Int32) is computed from `training_version` and `version` where it is not a column, and
+            `context_age` (Int32) from these and `context_version`, the lowest version among the
+            tokens before the run.
         columns: what the result holds, in this order, of the types they have in `spans`.
 
     Runs of length 0 give no row.
@@ -42,6 +47,8 @@ def explode(spans: pl.DataFrame, columns: Sequence[str]) -> pl.DataFrame:
     ...                       "version": [5, None]})
     >>> explode(spans, ["index", "version", "age"]).rows()
     [(0, 5, 2), (1, 5, 2), (2, None, None)]
+    >>> explode(spans.with_columns(context_version=pl.Series([6, 5])), ["context_age"]).rows()
+    [(1,), (2,), (2,)]
     """
     if "age" in columns and "age" not in spans.columns:
         spans = spans.with_columns(age())
@@ -53,13 +60,15 @@ def explode(spans: pl.DataFrame, columns: Sequence[str]) -> pl.DataFrame:
     starts = spans["start"].to_numpy() if "index" in columns else None
 
     # Strings are gathered: a view of 16 bytes each, where decoding would copy their text.
-    texts = [name for name in columns if name != "index" and not _fixed_width(spans[name])]
+    texts = [name for name in columns if name not in WITHIN_RUNS and not _fixed_width(spans[name])]
     row = _fill(pl.Series(np.arange(spans.height, dtype=np.uint32)), ends) if texts else None
 
     def column(name: str) -> pl.Series:
         if name == "index":
             assert starts is not None
             return pl.Series(name, _numbers(starts, lengths, ends, total))
+        if name == "context_age":
+            return _context_ages(spans, lengths, ends)
         if name in texts:
             assert row is not None
             return spans[name].gather(row).alias(name)
@@ -79,6 +88,18 @@ def _fill(values: pl.Series, ends: NDArray[np.int64]) -> pl.Series:
 
     runs: Any = pa.RunEndEncodedArray.from_arrays(pa.array(ends), values.to_arrow())
     return pl.Series(pl.from_arrow(pc.run_end_decode(runs)))
+
+
+def _context_ages(
+    spans: pl.DataFrame, lengths: NDArray[np.int64], ends: NDArray[np.int64]
+) -> pl.Series:
+    """The age of the oldest token before each; from its second token on, a run sees itself."""
+    before, trained = pl.col("context_version"), pl.col("training_version")
+    first, later = spans.select(
+        first=(trained - before).cast(pl.Int32),
+        later=(trained - pl.min_horizontal(before, "version")).cast(pl.Int32),
+    )
+    return _fill(later, ends).scatter(ends - lengths, first).alias("context_age")
 
 
 def _numbers(

@@ -82,8 +82,11 @@ RUN_FIELDS = (
     "branches",
     "branch",
     "branch_tokens",
+    "ancestor",
 )
-"""The integers of one run, in the order they stand in `Block.runs`; -1 where there is none."""
+"""The integers of one run, in the order they stand in `Block.runs`; -1 where there is none.
+
+`ancestor` is the nearest sampled node above `node`."""
 
 
 class What(NamedTuple):
@@ -409,9 +412,13 @@ class RecordReader:
                     self._problem("bad stream", number, str(error), _FIX_FIELD, index)
             self._fold(number, nodes, parents, lengths, masks)
         completions: list[_Completion] = []
+        nearest: list[int] = []  # the last sampled node on the path to each, itself included
         for index, node in enumerate(nodes):
+            ancestor = nearest[parents[index]] if parents[index] >= 0 else -1
             if not (_any_sampled(node) if node.sampled is None else node.sampled):
+                nearest.append(ancestor)
                 continue
+            nearest.append(index)
             runs = self._runs(number, index, node, whole)
             labels = {label for _, _, label in runs if label is not None} if len(runs) > 1 else ()
             streams = {}
@@ -419,7 +426,8 @@ class RecordReader:
                 streams = self._values(
                     number, index, node, masks[index], runs[-1][1], before[index]
                 )
-            completions.append(_Completion(index, len(completions), runs, len(labels) > 1, streams))
+            turn, mixed = len(completions), len(labels) > 1
+            completions.append(_Completion(index, ancestor, turn, runs, mixed, streams))
         if self.what.whole:
             branches = [
                 {"index": branch, "tokens": before[path[-1]] + lengths[path[-1]], "nodes": path}
@@ -539,6 +547,7 @@ class RecordReader:
                     branches,
                     branch,
                     branch_tokens,
+                    completion.ancestor,
                 )
             )
             self.block.timestamps.append(stamp)
@@ -548,7 +557,7 @@ class RecordReader:
     def _add_empty(self) -> None:
         """A row of no tokens for a trace without completions, or an episode without traces."""
         unit = len(self.block.units) - 1
-        self.block.runs.extend((unit, -1, -1, 0, 0, -1, 0, 0, -1, -1))
+        self.block.runs.extend((unit, -1, -1, 0, 0, -1, 0, 0, -1, -1, -1))
         self.block.timestamps.append(math.nan)
         if self.what.whole and len(self._kept) < len(self.block.units):
             self._kept.append(KeptTrace([], []))
@@ -576,6 +585,7 @@ class _Completion(NamedTuple):
     """One sampled node: its runs and, where they are wanted, its streams."""
 
     node: int
+    ancestor: int
     turn: int
     runs: list[Run]
     mixed: bool
