@@ -26,7 +26,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import StepPatch
 
-from traceage.figures import age_heatmap, age_row_edges, draw_heatmap, percent, staleness
+from traceage.figures import age_heatmap, staleness
+from traceage.figures.ages import age_row_edges, draw_heatmap
+from traceage.figures.style import percent
 from traceage.report import summary_table, write_report
 
 HOSTILE = "<script>alert(1)</script>"

@@ -17,13 +17,12 @@ from typing import Any
 
 import polars as pl
 
-from traceage.figures import (
+from traceage.figures.ages import draw_heatmap, draw_staleness
+from traceage.figures.style import (
     DARK,
     LIGHT,
     Theme,
     by_columns,
-    draw_heatmap,
-    draw_staleness,
     inline_svg,
     percent,
 )

@@ -1,17 +1,10 @@
-"""Age counts and metrics -> matplotlib figures.
-
-Nothing here keeps global state: every figure is a `matplotlib.figure.Figure`, and matplotlib is
-imported when a figure is drawn, not when this module is.
-"""
+"""How old the tokens of each step are: age counts and metrics -> matplotlib figures."""
 
 from __future__ import annotations
 
-import html
-import io
 import itertools
 import math
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -19,71 +12,31 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import polars as pl
 
+from traceage.figures.style import (
+    LIGHT,
+    Theme,
+    by_columns,
+    contrast,
+    legend,
+    new_figure,
+    percent,
+    require,
+    say,
+    signed,
+    step_ticks,
+    style_axes,
+    title,
+    value_range,
+)
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from numpy.typing import NDArray
 
-__all__ = ["age_heatmap", "staleness"]
-
-_WIDTH = 7.2  # inches; 9 pt text then reads well from 600 to 900 px
 _MAX_COLUMNS = 500  # heat map: more steps than this share a column
 _MAX_SINGLE_ROWS = 32  # heat map: more ages than this share a row
 _MAX_GROUPS = 8  # lines of a figure by step and group
-
-
-@dataclass(frozen=True)
-class Theme:
-    """The colours of a figure. All hues are from colour-blind safe sets and differ in lightness."""
-
-    background: str
-    ink: str
-    muted: str
-    rule: str
-    empty: str
-    age: str
-    age_band: str
-    peak: str
-    in_flight: str
-    in_queue: str
-    fault: str
-    ramp: tuple[str, ...]
-    fault_ramp: tuple[str, ...]
-    lines: tuple[str, ...]
-
-
-LIGHT = Theme(
-    background="#ffffff",
-    ink="#1f2430",
-    muted="#5a6272",
-    rule="#e3e6eb",
-    empty="#eceef1",
-    age="#0b5a93",
-    age_band="#a9cde8",
-    peak="#7d8797",
-    in_flight="#5aa9d6",
-    in_queue="#e8a33d",
-    fault="#b8400b",
-    ramp=("#d8e8f5", "#9dc6e3", "#4a96c9", "#1a64a0", "#082c58"),
-    fault_ramp=("#fbdcc4", "#f2a673", "#dd6b2c", "#a83c08", "#6a2202"),
-    lines=("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#b58900", "#56b4e9", "#333a47", "#8c510a"),
-)
-DARK = Theme(
-    background="#171a21",
-    ink="#e6e9ef",
-    muted="#a2abba",
-    rule="#2c323d",
-    empty="#242933",
-    age="#7cc4f4",
-    age_band="#2b4f6d",
-    peak="#8a94a5",
-    in_flight="#3f88b8",
-    in_queue="#dc9838",
-    fault="#ff9a5c",
-    ramp=("#16324a", "#1f5880", "#2f86bd", "#79bfe9", "#e0f2ff"),
-    fault_ramp=("#47250f", "#7f3f15", "#c2611f", "#f29a5e", "#ffe3cf"),
-    lines=("#4aa8e0", "#f0793a", "#2fc497", "#e39cc6", "#e2bd45", "#a5dcff", "#cfd5df", "#cf9a5f"),
-)
 
 
 # --- public -------------------------------------------------------------------------------------
@@ -243,20 +196,20 @@ def draw_heatmap(
     from matplotlib.colors import LinearSegmentedColormap, PowerNorm
     from matplotlib.ticker import PercentFormatter
 
-    _require(counts, "step", "age", "tokens")
+    require(counts, "step", "age", "tokens")
     grid = _grid(counts, steps)
     if ax is None:
         rows = len(grid.edges) - 1 if grid else 4
-        figure = _figure(theme, height=min(4.4, 1.35 + 0.26 * max(rows, 4)))
+        figure = new_figure(theme, height=min(4.4, 1.35 + 0.26 * max(rows, 4)))
         ax = figure.add_subplot()
     figure = ax.get_figure(root=True)  # type: ignore[assignment]
-    _style(ax, theme)
-    _title(ax, theme, "Distribution of token age")
+    style_axes(ax, theme)
+    title(ax, theme, "Distribution of token age")
     ax.set_xlabel("training step")
     ax.set_ylabel("age (policy versions)")
     if grid is None:
         ax.set_xticks([])
-        _say(ax, theme, "no token with an age")
+        say(ax, theme, "no token with an age")
         return figure
 
     rows, columns = grid.shares.shape
@@ -290,7 +243,7 @@ def draw_heatmap(
     unit = f"training step (a column is {grid.pitch} steps)" if grid.pitch > 1 else "training step"
     ax.set_xlabel(f"{unit}; grey: no token with an age" if len(bare) else unit)
     ax.set_xlim(extent[0], extent[1])
-    _step_ticks(ax)
+    step_ticks(ax)
 
     _age_ticks(ax, grid, theme, zero_row)
     if columns <= 14 and rows <= 12:
@@ -326,7 +279,7 @@ def _age_ticks(ax: Axes, grid: _Grid, theme: Theme, zero_row: int) -> None:
             if row < zero_row:
                 tick.set_color(theme.fault)
         share = grid.negative_tokens / grid.tokens
-        _title(ax, theme, ax.get_title(loc="left"), pad=19)
+        title(ax, theme, ax.get_title(loc="left"), pad=19)
         ax.annotate(
             f"Below the dashed line: {grid.negative_tokens:,} of {grid.tokens:,} tokens"
             f" ({percent(share)}) have a negative age, a fault in the labelling",
@@ -351,7 +304,7 @@ def _write_shares(ax: Axes, grid: _Grid, norm: Any, theme: Theme, zero_row: int)
             ha="center",
             va="center",
             fontsize=7.5,
-            color=_contrast(ramp, float(norm(share))),
+            color=contrast(ramp, float(norm(share))),
             zorder=3,
         )
 
@@ -394,23 +347,23 @@ def draw_staleness(
     metrics: pl.DataFrame, *, ax: Axes | Sequence[Axes] | None = None, theme: Theme = LIGHT
 ) -> Figure:
     """`staleness` with the colours of `theme`."""
-    _require(metrics, "step")
+    require(metrics, "step")
     groups = [name for name in by_columns(metrics) if name != "step"]
     frame = metrics.filter(pl.col("step").is_not_null())
     if not groups and frame["step"].is_duplicated().any():
         raise ValueError("more than one row a step and no group column before 'episodes'")
-    coverage = _range(frame["coverage"])
+    coverage = value_range(frame["coverage"])
     partial = coverage is not None and coverage[0] < 1
 
     if ax is None:
         heights = [3.0, 2.6, 1.0] if partial else [3.0, 2.6]
-        figure = _figure(theme, height=0.4 + 0.72 * sum(heights))
+        figure = new_figure(theme, height=0.4 + 0.72 * sum(heights))
         axes = list(figure.subplots(len(heights), 1, sharex=True, height_ratios=heights))
     else:
         axes = list(ax) if isinstance(ax, Sequence | np.ndarray) else [ax]
         figure = axes[0].get_figure(root=True)
     for panel in axes:
-        _style(panel, theme)
+        style_axes(panel, theme)
         panel.grid(axis="y", color=theme.rule, lw=0.7)
         panel.set_axisbelow(True)
     axes[-1].set_xlabel("training step")
@@ -435,14 +388,14 @@ def draw_staleness(
     if coverage is not None and partial and len(axes) < 3:
         low, high = map(percent, coverage)
         note = f", coverage {low}" if low == high else f", coverage {low} to {high}"
-    _title(axes[0], theme, f"Token age{' (mean)' if groups else ''}{scope}{note}")
-    if _range(frame["off_policy/token/mean"]) is None:
-        _say(axes[0], theme, "no token with an age")
+    title(axes[0], theme, f"Token age{' (mean)' if groups else ''}{scope}{note}")
+    if value_range(frame["off_policy/token/mean"]) is None:
+        say(axes[0], theme, "no token with an age")
     if len(axes) > 1:
         axes[1].set_ylabel("staleness (policy versions)")
-        _title(axes[1], theme, f"Episode staleness{' (mean; dotted: in queue)' if groups else ''}")
-        if _range(frame["off_policy/mean"]) is None:
-            _say(axes[1], theme, "no episode says which policies were live")
+        title(axes[1], theme, f"Episode staleness{' (mean; dotted: in queue)' if groups else ''}")
+        if value_range(frame["off_policy/mean"]) is None:
+            say(axes[1], theme, "no episode says which policies were live")
     if len(axes) > 2:
         from matplotlib.ticker import PercentFormatter
 
@@ -450,18 +403,18 @@ def draw_staleness(
         axes[2].set_yticks([0, 0.5, 1])
         axes[2].yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
         axes[2].set_ylabel("coverage")
-        _title(axes[2], theme, "Coverage (labelled share of the sampled tokens)")
+        title(axes[2], theme, "Coverage (labelled share of the sampled tokens)")
 
-    span = _range(frame["step"])
+    span = value_range(frame["step"])
     for panel in axes:
         if span is None:
             panel.set_xticks([])
         else:
             panel.set_xlim(span[0] - unit / 2, span[1] + unit / 2)
-            _step_ticks(panel)
+            step_ticks(panel)
     for panel in axes[:1] if groups else axes[:2]:
         if panel.get_legend_handles_labels()[1] and _drawn(panel):
-            _legend(panel, theme, wide=bool(groups))
+            legend(panel, theme, wide=bool(groups))
     figure.align_ylabels(axes)
     return figure
 
@@ -484,7 +437,7 @@ def _draw_token_age(ax: Axes, frame: pl.DataFrame, unit: float, theme: Theme) ->
         values["max"], axis.edges, baseline=None, color=theme.peak, lw=1, label="max", zorder=3
     )
     _line(ax, axis, values["mean"], theme.age, "mean")
-    lows, highs, usual = (_range(frame[columns[q]]) for q in ("min", "max", "p95"))
+    lows, highs, usual = (value_range(frame[columns[q]]) for q in ("min", "max", "p95"))
     if lows is None or highs is None or usual is None:
         return
     if lows[0] < 0:
@@ -523,7 +476,7 @@ def _age_limits(ax: Axes, low: float, top: float, usual: float) -> None:
         marks = sorted({low, 0.0, usual, *above})
         ax.yaxis.set_major_locator(FixedLocator(marks))
         ax.yaxis.set_minor_locator(NullLocator())
-        ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _signed(round(value))))
+        ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: signed(round(value))))
         ax.annotate(
             f"log scale above {usual:g}",
             (0.005, 0.97),
@@ -607,125 +560,8 @@ def _largest_groups(
     return sorted(parts[:_MAX_GROUPS], key=lambda part: part[0]), max(0, len(parts) - _MAX_GROUPS)
 
 
-# --- SVG for a page -----------------------------------------------------------------------------
-
-
-def inline_svg(draw: Callable[[Theme], Figure], theme: Theme, *, key: str, label: str) -> str:
-    """A figure as an `<svg>` element to stand in an HTML page; equal input gives equal bytes.
-
-    `draw` makes the figure in the colours of `theme`. `label` is the text alternative. `key` keeps
-    the ids of several figures on one page apart. Text stays text, in the font of the page. The
-    element names no address, not even a namespace's: inside HTML it needs none.
-    """
-    import matplotlib
-    import matplotlib.style
-
-    buffer = io.StringIO()
-    # A style the caller has set must not leak into the page.
-    with matplotlib.style.context("default"), matplotlib.rc_context(_SVG_SETTINGS):
-        draw(theme).savefig(
-            buffer,
-            format="svg",
-            transparent=True,
-            metadata={"Date": None, "Creator": None, "Format": None, "Type": None},
-        )
-    svg = buffer.getvalue()
-    svg = svg[svg.index("<svg") :].strip()
-    head, body = svg.split(">", 1)
-    box = re.search(r'viewBox="[^"]*"', head)
-    assert box is not None
-    body = body.replace("xlink:href=", "href=")
-    used = set(re.findall(r'(?:url\(#|href="#)([^)"]+)', body))
-
-    def own_id(match: re.Match[str]) -> str:
-        return f' id="{key}-{match[1]}"' if match[1] in used else ""
-
-    body = re.sub(r' id="([^"]*)"', own_id, body)
-    body = re.sub(r'(url\(#|href="#)', rf"\g<1>{key}-", body)
-    body = re.sub(r"font: ([\d.]+px) [^;\"]*", r"font-size: \1", body)
-    body = re.sub(r"\n\s*", "\n", body)
-    return f'<svg {box[0]} role="img" aria-label="{html.escape(label)}">{body}'
-
-
-_SVG_SETTINGS: Any = {
-    "svg.hashsalt": "traceage",
-    "svg.fonttype": "none",
-    "svg.image_inline": True,
-    "path.simplify": False,  # every value that goes in comes out
-}
-
-
-# --- common -------------------------------------------------------------------------------------
-
-
-def by_columns(metrics: pl.DataFrame) -> list[str]:
-    """The columns that a metrics frame is grouped by: those before `episodes`.
-
-    >>> import polars as pl
-    >>> by_columns(pl.DataFrame({"step": [1], "env": ["math"], "training_version": [0],
-    ...                          "episodes": [8]}))
-    ['step', 'env']
-    """
-    names = metrics.columns
-    before = names[: names.index("episodes")] if "episodes" in names else ["step"]
-    return [name for name in before if name != "training_version" or "step" not in before]
-
-
-def _require(frame: pl.DataFrame, *names: str) -> None:
-    missing = [name for name in names if name not in frame.columns]
-    if missing:
-        raise ValueError(
-            f"no column {', '.join(map(repr, missing))} to draw; the frame has "
-            f"{', '.join(map(repr, frame.columns)) or 'no columns'} (group by 'step')"
-        )
-
-
-def _figure(theme: Theme, height: float) -> Figure:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(_WIDTH, height), layout="constrained", facecolor=theme.background)
-    figure.get_layout_engine().set(w_pad=0.06, h_pad=0.06, hspace=0.03)  # type: ignore[union-attr, call-arg]
-    return figure
-
-
-def _style(ax: Axes, theme: Theme) -> None:
-    ax.set_facecolor("none")
-    ax.spines[["top", "right", "left"]].set_visible(False)
-    ax.spines["bottom"].set_color(theme.muted)
-    ax.spines["bottom"].set_zorder(5)
-    ax.tick_params(colors=theme.muted, labelsize=8, length=3)
-    ax.tick_params(axis="y", length=0)
-    ax.xaxis.label.set(color=theme.ink, fontsize=8.5)
-    ax.yaxis.label.set(color=theme.ink, fontsize=8.5)
-
-
-def _title(ax: Axes, theme: Theme, text: str, pad: float = 6) -> None:
-    ax.set_title(text, loc="left", fontsize=9, color=theme.ink, fontweight="bold", pad=pad)
-
-
-def _say(ax: Axes, theme: Theme, text: str) -> None:
-    """Words where there is nothing to draw."""
-    ax.text(
-        0.5,
-        0.5,
-        text,
-        transform=ax.transAxes,
-        ha="center",
-        va="center",
-        fontsize=9,
-        color=theme.muted,
-    )
-    ax.set_yticks([])
-
-
 def _drawn(ax: Axes) -> bool:
     return any(np.isfinite(np.asarray(line.get_ydata(), float)).any() for line in ax.lines)
-
-
-def _range(column: pl.Series) -> tuple[float, float] | None:
-    """The least and the greatest value; None when there is none."""
-    data = column.drop_nulls().cast(pl.Float64).to_numpy()
-    return (float(data.min()), float(data.max())) if len(data) else None
 
 
 def _line(
@@ -756,32 +592,6 @@ def _line(
     )
 
 
-def _legend(ax: Axes, theme: Theme, *, wide: bool) -> None:
-    place: dict[str, Any] = (
-        {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)}
-        if wide
-        else {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "ncols": 4}
-    )
-    legend = ax.legend(
-        **place,
-        frameon=False,
-        fontsize=8,
-        labelcolor=theme.ink,
-        handlelength=1.6,
-        columnspacing=1.2,
-        borderaxespad=0.2 if not wide else 0.5,
-        borderpad=0.1,
-    )
-    for text in legend.get_texts():
-        text.set_parse_math(False)  # a `$` in the name of a group is a `$`
-
-
-def _step_ticks(ax: Axes) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    ax.xaxis.set_major_locator(MaxNLocator(10, integer=True, steps=[1, 2, 5, 10], min_n_ticks=1))
-
-
 def _unit(steps: pl.Series) -> float:
     """The usual distance between one step and the next."""
     return float(median(steps.drop_nulls().unique().sort().diff()[1:].to_list() or [1]))
@@ -794,40 +604,9 @@ def _runs(indices: NDArray[np.intp]) -> Iterator[tuple[int, int]]:
             yield int(part[0]), int(part[-1]) + 1
 
 
-def _contrast(ramp: Sequence[str], value: float) -> str:
-    """Black or white, whichever reads better on the ramp's colour at `value` (WCAG luminance)."""
-    from matplotlib.colors import LinearSegmentedColormap
-
-    parts = LinearSegmentedColormap.from_list("share", ramp, N=64)(value)[:3]
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
-    light = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-    return "#ffffff" if 1.05 / (light + 0.05) > (light + 0.05) / 0.05 else "#000000"
-
-
-def _signed(value: int) -> str:
-    return str(value).replace("-", "\u2212")
-
-
 def _age_range(start: int, stop: int) -> str:
     """The ages start .. stop - 1 as a row is named."""
     if stop - start == 1:
-        return _signed(start)
+        return signed(start)
     dash = "\u2013" if start >= 0 else " to "
-    return f"{_signed(start)}{dash}{_signed(stop - 1)}"
-
-
-def percent(share: float, decimals: int = 1) -> str:
-    """A share as per cent; what is neither 0 nor 1 never reads as 0% or 100%.
-
-    >>> percent(0.25), percent(1.0), percent(0.99999), percent(0.00001)
-    ('25.0%', '100%', '>99.9%', '<0.1%')
-    """
-    if share in (0.0, 1.0):
-        return f"{share:.0%}"
-    text = f"{share:.{decimals}%}"
-    least = 10**-decimals
-    if float(text[:-1]) == 0:
-        return f"<{least:.{decimals}f}%"
-    if float(text[:-1]) == 100 and share < 1:
-        return f">{100 - least:.{decimals}f}%"
-    return text
+    return f"{signed(start)}{dash}{signed(stop - 1)}"
