@@ -265,7 +265,7 @@ def _age_ticks(ax: Axes, grid: _Grid, theme: Theme, zero_row: int) -> None:
     every = max(1, math.ceil(rows / 14))
     # Count from row 0 so that age 0 always has its name.
     shown = [row for row in range(rows) if (row - zero_row) % every == 0]
-    ax.set_yticks(shown, [_age_range(*grid.edges[row : row + 2]) for row in shown])
+    ax.set_yticks(shown, [age_range(*grid.edges[row : row + 2]) for row in shown])
     ax.set_ylim(-0.5, rows - 0.5)
     if widths.max() > 1:
         same = widths.min() == widths.max()
@@ -414,7 +414,7 @@ def draw_staleness(
             step_ticks(panel)
     for panel in axes[:1] if groups else axes[:2]:
         if panel.get_legend_handles_labels()[1] and _drawn(panel):
-            legend(panel, theme, wide=bool(groups))
+            legend(panel, theme, "beside" if groups else "right of the title")
     figure.align_ylabels(axes)
     return figure
 
@@ -604,7 +604,7 @@ def _runs(indices: NDArray[np.intp]) -> Iterator[tuple[int, int]]:
             yield int(part[0]), int(part[-1]) + 1
 
 
-def _age_range(start: int, stop: int) -> str:
+def age_range(start: int, stop: int) -> str:
     """The ages start .. stop - 1 as a row is named."""
     if stop - start == 1:
         return signed(start)

@@ -10,7 +10,7 @@ import html
 import io
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import polars as pl
@@ -79,12 +79,16 @@ DARK = Theme(
 # --- SVG for a page -----------------------------------------------------------------------------
 
 
-def inline_svg(draw: Callable[[Theme], Figure], theme: Theme, *, key: str, label: str) -> str:
+def inline_svg(
+    draw: Callable[[Theme], Figure], *, key: str, label: str, theme: Theme | None = None
+) -> str:
     """A figure as an `<svg>` element to stand in an HTML page; equal input gives equal bytes.
 
-    `draw` makes the figure in the colours of `theme`. `label` is the text alternative. `key` keeps
-    the ids of several figures on one page apart. Text stays text, in the font of the page. The
-    element names no address, not even a namespace's: inside HTML it needs none.
+    `draw` makes the figure in the colours of a theme. Without `theme` the colours are variables of
+    the page's style sheet (`css_variables`), and one drawing serves light and dark; a figure that
+    holds an image needs one drawing for each. `label` is the text alternative. `key` keeps the ids
+    of several figures on one page apart. Text stays text, in the font of the page. The element
+    names no address, not even a namespace's: inside HTML it needs none.
     """
     import matplotlib
     import matplotlib.style
@@ -92,7 +96,7 @@ def inline_svg(draw: Callable[[Theme], Figure], theme: Theme, *, key: str, label
     buffer = io.StringIO()
     # A style the caller has set must not leak into the page.
     with matplotlib.style.context("default"), matplotlib.rc_context(_SVG_SETTINGS):
-        draw(theme).savefig(
+        draw(theme or LIGHT).savefig(
             buffer,
             format="svg",
             transparent=True,
@@ -104,7 +108,7 @@ def inline_svg(draw: Callable[[Theme], Figure], theme: Theme, *, key: str, label
     box = re.search(r'viewBox="[^"]*"', head)
     assert box is not None
     body = body.replace("xlink:href=", "href=")
-    used = set(re.findall(r'(?:url\(#|href="#)([^)"]+)', body))
+    used = set(re.findall(r'(?:url\(#|href="#)([^")]+)', body))
 
     def own_id(match: re.Match[str]) -> str:
         return f' id="{key}-{match[1]}"' if match[1] in used else ""
@@ -113,7 +117,34 @@ def inline_svg(draw: Callable[[Theme], Figure], theme: Theme, *, key: str, label
     body = re.sub(r'(url\(#|href="#)', rf"\g<1>{key}-", body)
     body = re.sub(r"font: ([\d.]+px) [^;\"]*", r"font-size: \1", body)
     body = re.sub(r"\n\s*", "\n", body)
+    if theme is None:
+        names = {colour: name for name, colour in _colours(LIGHT).items()}
+        body = re.sub(
+            r"#[0-9a-f]{6}\b", lambda m: f"var(--{names[m[0]]})" if m[0] in names else m[0], body
+        )
     return f'<svg {box[0]} role="img" aria-label="{html.escape(label)}">{body}'
+
+
+def css_variables(theme: Theme) -> str:
+    """The colours of a theme as declarations of a style sheet, for `inline_svg`.
+
+    >>> css_variables(DARK)[:20]
+    '--f-ink:#e6e9ef;--f-'
+    """
+    return ";".join(f"--{name}:{colour}" for name, colour in _colours(theme).items())
+
+
+def _colours(theme: Theme) -> dict[str, str]:
+    """Name of a variable -> colour; the background is that of the page."""
+    found: dict[str, str] = {}
+    for field in fields(theme):
+        value = getattr(theme, field.name)
+        name = "f-" + field.name.replace("_", "-")
+        if isinstance(value, tuple):
+            found |= {f"{name}-{k}": colour for k, colour in enumerate(value)}
+        elif field.name != "background":
+            found[name] = value
+    return found
 
 
 _SVG_SETTINGS: Any = {
@@ -193,23 +224,37 @@ def value_range(column: pl.Series) -> tuple[float, float] | None:
     return (float(data.min()), float(data.max())) if len(data) else None
 
 
-def legend(ax: Axes, theme: Theme, *, wide: bool) -> None:
-    place: dict[str, Any] = (
-        {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0)}
-        if wide
-        else {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "ncols": 4}
-    )
-    legend = ax.legend(
-        **place,
+PLACES: dict[str, dict[str, Any]] = {
+    "right of the title": {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "ncols": 4},
+    "under the title": {"loc": "lower left", "bbox_to_anchor": (0.0, 1.0), "ncols": 4},
+    "beside": {"loc": "upper left", "bbox_to_anchor": (1.0, 1.0), "borderaxespad": 0.5},
+}
+"""Where a legend can stand, outside its axes."""
+
+UNDER = 20.0
+"""Padding of a title that has a legend under it."""
+
+
+def legend(
+    ax: Axes,
+    theme: Theme,
+    place: str = "right of the title",
+    handles: Sequence[Any] | None = None,
+) -> None:
+    """The legend of `ax`, at one of `PLACES`; of `handles`, where it is not of what was drawn."""
+    options: dict[str, Any] = {"borderaxespad": 0.2, **PLACES[place]}
+    if handles is not None:
+        options |= {"handles": handles, "ncols": min(6, len(handles))}
+    made = ax.legend(
+        **options,
         frameon=False,
         fontsize=8,
         labelcolor=theme.ink,
         handlelength=1.6,
         columnspacing=1.2,
-        borderaxespad=0.2 if not wide else 0.5,
         borderpad=0.1,
     )
-    for text in legend.get_texts():
+    for text in made.get_texts():
         text.set_parse_math(False)  # a `$` in the name of a group is a `$`
 
 
