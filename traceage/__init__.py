@@ -25,12 +25,19 @@ if TYPE_CHECKING:
     from traceage.figures import staleness as staleness
     from traceage.metrics import batch_metrics as batch_metrics
     from traceage.metrics import off_policy_metrics as off_policy_metrics
+    from traceage.mismatch import mismatch_by_age as mismatch_by_age
     from traceage.report import write_report as write_report
     from traceage.scan import scan_spans as scan_spans
     from traceage.scan import scan_tokens as scan_tokens
+    from traceage.study import Study as Study
+    from traceage.study import read_study as read_study
+    from traceage.thresholds import masking as masking
+    from traceage.thresholds import staleness_mask as staleness_mask
     from traceage.tokens import explode as explode
     from traceage.tokens import to_numpy as to_numpy
     from traceage.tokens import to_torch as to_torch
+    from traceage.traces import age_by_reward as age_by_reward
+    from traceage.traces import versions_per_trace as versions_per_trace
 
 __version__ = "0.1.0"
 
@@ -51,12 +58,19 @@ _HOME = {
     "staleness": "figures",
     "batch_metrics": "metrics",
     "off_policy_metrics": "metrics",
+    "mismatch_by_age": "mismatch",
     "write_report": "report",
     "scan_spans": "scan",
     "scan_tokens": "scan",
+    "Study": "study",
+    "read_study": "study",
+    "masking": "thresholds",
+    "staleness_mask": "thresholds",
     "explode": "tokens",
     "to_numpy": "tokens",
     "to_torch": "tokens",
+    "age_by_reward": "traces",
+    "versions_per_trace": "traces",
 }
 
 __all__ = ["__version__", *sorted(_HOME)]

@@ -18,6 +18,9 @@ from traceage.schema import COUNT
 
 Weighting = Literal["nodes", "branches"]
 
+QUANTILES = (50, 95, 99)
+"""Percentages; see `off_policy_metrics`."""
+
 _COMPACT_ROWS = 200_000
 """Partial rows that are kept before they are added up."""
 
@@ -70,6 +73,36 @@ def merge_counts(*counts: pl.DataFrame) -> pl.DataFrame:
     keys = [name for name in both.columns if name != "tokens"]
     total = both.group_by(keys).agg(pl.col("tokens").sum().cast(COUNT))
     return total.filter(pl.col("tokens") > 0).sort(keys, nulls_last=True)
+
+
+def age_figures(counts: pl.DataFrame, by: Sequence[str] = ("step",)) -> pl.DataFrame:
+    """Mean, extremes and quantiles of the ages of each group of a table of `age_counts`.
+
+    Returns the columns of `by`, one row a group, and `off_policy/token/{mean,max,min,p50,p95,p99}`.
+
+    >>> import polars as pl
+    >>> counts = pl.DataFrame({"step": [3, 3], "age": [0, 1], "tokens": [30, 10]})
+    >>> age_figures(counts).select("step", "off_policy/token/mean", "off_policy/token/p95").rows()
+    [(3, 0.25, 1)]
+    """
+    by, weight = list(by), pl.col("tokens")
+    counts = counts.sort([*by, "age"], nulls_last=True)
+    below = weight.cum_sum().over(by) if by else weight.cum_sum()
+    total = weight.sum().over(by) if by else weight.sum()
+    counts = counts.with_columns(below.alias("below"), total.alias("total"))
+    ages = pl.col("age")
+    # Whole percentages keep the comparison in integers, hence exact.
+    figures = [
+        ((ages.cast(COUNT) * weight).sum() / weight.sum()).alias("mean"),
+        ages.max().alias("max"),
+        ages.min().alias("min"),
+        *(
+            ages.filter(pl.col("below") * 100 >= pl.col("total") * q).min().alias(f"p{q}")
+            for q in QUANTILES
+        ),
+    ]
+    named = [figure.name.prefix("off_policy/token/") for figure in figures]
+    return counts.group_by(by).agg(named) if by else counts.select(named)
 
 
 def tokens(weighting: Weighting) -> pl.Expr:

@@ -15,14 +15,18 @@ from typing import Any
 import polars as pl
 
 from traceage.ages import age, completions, field
-from traceage.counts import Weighting, merge_counts, read_batches, tokens
+from traceage.counts import (
+    QUANTILES,
+    Weighting,
+    age_figures,
+    merge_counts,
+    read_batches,
+    tokens,
+)
 from traceage.errors import TraceError
 from traceage.groups import check_groups, sources_of, with_groups
 from traceage.schema import COUNT
 from traceage.spans import DEFAULT_LABEL, LabelReader
-
-QUANTILES = (50, 95, 99)
-"""Percentages; see `off_policy_metrics`."""
 
 TOKEN_FIGURES = ("mean", "max", "min", *(f"p{q}" for q in QUANTILES))
 EPISODE_FIGURES = {
@@ -157,7 +161,7 @@ class Tally:
         """The table of `off_policy_metrics`."""
         by = self.by
         table = self.totals
-        for frame in (self._episodes(), self._ages(), self._token_waits()):
+        for frame in (self._episodes(), age_figures(self.counts, by), self._token_waits()):
             table = _join(table, frame, by)
         table = table.with_columns(
             pl.when(pl.col("sampled_tokens") > 0)
@@ -265,27 +269,6 @@ class Tally:
                 pl.col(column).max().alias(f"{name}/max"),
             ]
         return episodes.group_by(by).agg(figures) if by else episodes.select(figures)
-
-    def _ages(self) -> pl.DataFrame:
-        """Mean, extremes and quantiles of each group's age counts."""
-        by, weight = self.by, pl.col("tokens")
-        counts = self.counts.sort([*by, "age"], nulls_last=True)
-        below = weight.cum_sum().over(by) if by else weight.cum_sum()
-        total = weight.sum().over(by) if by else weight.sum()
-        counts = counts.with_columns(below.alias("below"), total.alias("total"))
-        ages = pl.col("age")
-        # Whole percentages keep the comparison in integers, hence exact.
-        figures = [
-            ((ages.cast(COUNT) * weight).sum() / weight.sum()).alias("mean"),
-            ages.max().alias("max"),
-            ages.min().alias("min"),
-            *(
-                ages.filter(pl.col("below") * 100 >= pl.col("total") * q).min().alias(f"p{q}")
-                for q in QUANTILES
-            ),
-        ]
-        named = [figure.name.prefix("off_policy/token/") for figure in figures]
-        return counts.group_by(by).agg(named) if by else counts.select(named)
 
 
 _WAITS_OF_ROWS = {

@@ -120,7 +120,7 @@ def mismatch_by_age(
     └─────┴────────┴─────────────┘
     """
     tally = MismatchTally(by, clip)
-    for batch in _batches(source, tally.columns, reading):
+    for batch in mismatch_batches(source, tally.columns, reading):
         tally.add(batch)
     if not tally.anything:
         where = "the tokens" if isinstance(source, (pl.DataFrame, pl.LazyFrame)) else f"{source}"
@@ -342,7 +342,7 @@ class _Decimals:
         return float(10 ** (-2 * self._least) / 12)
 
 
-def _batches(
+def mismatch_batches(
     source: pl.DataFrame | pl.LazyFrame | str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
     columns: Sequence[str],
     reading: ReadingOptions,

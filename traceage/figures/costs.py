@@ -19,7 +19,7 @@ from traceage.figures.style import (
     style_axes,
     title,
 )
-from traceage.masking import POLICIES
+from traceage.thresholds import POLICIES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

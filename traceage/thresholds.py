@@ -13,32 +13,13 @@ from collections.abc import Sequence
 import polars as pl
 
 from traceage.ages import age
-from traceage.counts import read_batches, tokens
 from traceage.schema import COUNT
+from traceage.traces import TraceTally
 
 POLICIES = ("token", "trace", "episode")
 
-OF_TRACE = ("step", "training_version", "kind", "subset", "env", "agent", "trainable", "file")
-"""The columns of the spans table that make groups of whole traces."""
-
 _MOST_THRESHOLDS = 32
 """Thresholds that are tried where none are given."""
-
-_READ = (
-    "step",
-    "training_version",
-    "shipped",
-    "group_id",
-    "episode_id",
-    "trace_id",
-    "node",
-    "start",
-    "length",
-    "version",
-    "has_run",
-    "policy_start",
-    "reward",
-)
 
 
 def staleness_mask(tokens: pl.DataFrame | pl.LazyFrame, max_age: int) -> pl.Series:
@@ -77,7 +58,8 @@ def masking(
             left out: it was not trained on.
         max_age: the thresholds, in policy versions; by default every whole number from 0 to the
             age from which on nothing is lost, up to 32 of them evenly spread.
-        by: columns that make a group: any of `OF_TRACE`, which a trace has one value of.
+        by: columns that make a group: any of `traceage.traces.OF_TRACE`, which a
+            trace has one value of.
 
     Returns:
         A row a group, policy and threshold, in that order: the columns of `by`; `policy`, one of
@@ -104,117 +86,40 @@ def masking(
     [('token', 1, 0.721, 0), ('token', 3, 0.986, 0), ('trace', 1, 0.308, 39),
      ('trace', 3, 0.921, 3), ('episode', 1, 0.308, 39), ('episode', 3, 0.921, 3)]
     """
-    tally = TraceTally(by)
-    for batch in read_batches(spans, tally.columns, "nodes"):
-        tally.add(batch)
-    return tally.masking(max_age)
+    return masking_of(TraceTally.of(spans, by), max_age)
 
 
-class TraceTally:
-    """One pass over a spans table, reduced to a row a trace and to the age counts of each trace."""
-
-    def __init__(self, by: Sequence[str] = ()) -> None:
-        for name in by:
-            if name not in OF_TRACE:
-                raise ValueError(
-                    f"{name!r} is no column to group traces by; there are {', '.join(OF_TRACE)}"
-                )
-        self.by = list(by)
-        self._traces: list[pl.DataFrame] = []
-        self._ages: list[pl.DataFrame] = []
-
-    @property
-    def columns(self) -> list[str]:
-        """The columns of the spans table that a batch has to have."""
-        return list(dict.fromkeys([*self.by, *_READ]))
-
-    def add(self, batch: pl.DataFrame) -> None:
-        """Take up some rows of the spans table."""
-        batch = batch.filter(
-            pl.col("trace_id").is_not_null(), pl.col("shipped").fill_null(True)
-        ).select(
-            # Ids are long and many: eight bytes tell them apart.
-            pl.struct("step", "episode_id", "trace_id").hash(0).alias(":trace"),
-            pl.struct("step", "episode_id").hash(0).alias(":episode"),
-            pl.when(pl.col("group_id").is_not_null())
-            .then(pl.struct("step", "group_id").hash(0))
-            .alias(":group"),
-            (pl.col("start") == 0)
-            .fill_null(False)
-            .and_(pl.col("node").is_not_null())
-            .alias("first"),
-            tokens("nodes"),
-            age(),
-            pl.when("has_run")
-            .then(pl.max_horizontal(pl.col("training_version") - pl.col("policy_start"), 0))
-            .alias("staleness"),
-            "reward",
-            *(pl.col(name).alias(f"by:{name}") for name in self.by),
-        )
-        names = [f"by:{name}" for name in self.by]
-        self._traces.append(
-            batch.group_by(":trace").agg(
-                pl.col(":episode", ":group", "reward", *names).first(),
-                pl.col("tokens").sum(),
-                pl.col("first").sum().cast(COUNT).alias("turns"),
-                pl.col("age").max().alias("oldest"),
-                pl.col("staleness").max(),
+def masking_of(tally: TraceTally, max_age: Sequence[int] | None = None) -> pl.DataFrame:
+    """The table of `masking`."""
+    traces, ages = tally.traces(), tally.ages()
+    names = [f"by:{name}" for name in tally.by]
+    thresholds = thresholds_of(traces) if max_age is None else list(dict.fromkeys(max_age))
+    tables = []
+    for policy in POLICIES:
+        for k in thresholds:
+            if policy == "token":
+                old = ages.filter(pl.col("age") > k).group_by(":trace")
+                masked = old.agg(pl.col("tokens").sum().alias("masked"))
+                limited = traces.join(masked, on=":trace", how="left", maintain_order="left")
+                kept = pl.col("tokens") - pl.col("masked").fill_null(0)
+            else:
+                limited = traces
+                oldest = pl.col("oldest" if policy == "trace" else "staleness")
+                kept = pl.col("tokens") * (oldest <= k).fill_null(True)
+            figures = _kept(limited.with_columns(kept.alias("kept")), names)
+            said = figures.select(
+                *(pl.col(name).alias(name.removeprefix("by:")) for name in names),
+                pl.lit(policy).alias("policy"),
+                pl.lit(k, pl.Int32).alias("max_age"),
+                pl.exclude(names),
             )
-        )
-        aged = batch.drop_nulls("age").filter(pl.col("tokens") > 0)
-        self._ages.append(aged.group_by(":trace", "age").agg(pl.col("tokens").sum()))
-
-    def traces(self) -> pl.DataFrame:
-        """A row a trace that has tokens.
-
-        `:trace`, `:episode`, `:group` (keys; no group is null), `reward`, the groups as `by:...`,
-        `tokens`, `turns`, `oldest` (the highest age; null without any), `staleness` (of its
-        episode).
-        """
-        # A trace whose runs came in two batches is put together.
-        whole = pl.concat(self._traces).group_by(":trace", maintain_order=True)
-        names = [f"by:{name}" for name in self.by]
-        return whole.agg(
-            pl.col(":episode", ":group", "reward", *names).first(),
-            pl.col("tokens", "turns").sum(),
-            pl.col("oldest", "staleness").max(),
-        ).filter(pl.col("tokens") > 0)
-
-    def ages(self) -> pl.DataFrame:
-        """`:trace`, `age`, `tokens`: the age counts of each trace."""
-        return pl.concat(self._ages).group_by(":trace", "age").agg(pl.col("tokens").sum())
-
-    def masking(self, max_age: Sequence[int] | None = None) -> pl.DataFrame:
-        """The table of `masking`."""
-        traces, ages = self.traces(), self.ages()
-        names = [f"by:{name}" for name in self.by]
-        thresholds = thresholds_of(traces) if max_age is None else list(dict.fromkeys(max_age))
-        tables = []
-        for policy in POLICIES:
-            for k in thresholds:
-                if policy == "token":
-                    old = ages.filter(pl.col("age") > k).group_by(":trace")
-                    masked = old.agg(pl.col("tokens").sum().alias("masked"))
-                    limited = traces.join(masked, on=":trace", how="left", maintain_order="left")
-                    kept = pl.col("tokens") - pl.col("masked").fill_null(0)
-                else:
-                    limited = traces
-                    oldest = pl.col("oldest" if policy == "trace" else "staleness")
-                    kept = pl.col("tokens") * (oldest <= k).fill_null(True)
-                figures = _kept(limited.with_columns(kept.alias("kept")), names)
-                said = figures.select(
-                    *(pl.col(name).alias(name.removeprefix("by:")) for name in names),
-                    pl.lit(policy).alias("policy"),
-                    pl.lit(k, pl.Int32).alias("max_age"),
-                    pl.exclude(names),
-                )
-                tables.append(said)
-        if not tables:
-            raise ValueError("max_age holds no threshold")
-        order = pl.Enum(POLICIES)
-        return pl.concat(tables).sort(
-            *self.by, pl.col("policy").cast(order), "max_age", nulls_last=True
-        )
+            tables.append(said)
+    if not tables:
+        raise ValueError("max_age holds no threshold")
+    order = pl.Enum(POLICIES)
+    return pl.concat(tables).sort(
+        *tally.by, pl.col("policy").cast(order), "max_age", nulls_last=True
+    )
 
 
 def thresholds_of(traces: pl.DataFrame) -> list[int]:
