@@ -159,6 +159,17 @@ def test_evals_stand_at_their_step_and_train_nowhere(tmp_path: Path, layout: Lay
     assert rows.rows() == [(3, "eval", 3)]
 
 
+def test_a_store_says_of_what_trained_alone_that_it_did(tmp_path: Path) -> None:
+    judge = make_trace([[("0", 1)]], id="judge", trainable=False)
+    episode = make_episode([make_trace([[("0", 1)]], id="solver"), judge])
+    evaluated = make_episode([make_trace([[("0", 1)]], id="evaluated")], kind="eval")
+    lost = make_trace([[("0", 1)]], id="lost")
+    run = write_run(tmp_path, {3: [episode, evaluated]}, not_shipped={3: [lost]})
+    index = run / "monitors/file/traces/annotations/orch.index.jsonl"
+    words = [json.loads(line) for line in index.read_text().splitlines()]
+    assert [(word["trace_id"], word["info"]["ship"]["step"]) for word in words] == [("solver", 3)]
+
+
 def test_what_no_batch_took(tmp_path: Path) -> None:
     def arrivals() -> dict[str, Any]:
         late = make_episode([make_trace([[("1", 4)]], id="late")], policy=(1, 1))

@@ -175,7 +175,8 @@ def write_run(
             episode without a `run`. Of an episode of kind `"eval"` it is the step at which it ran.
         layout: `"store"` for prime-rl's trace store, `"steps"` for the directories a step that it
             wrote before.
-        not_shipped: for each step the episodes that arrived then and that no batch took.
+        not_shipped: for each step the episodes that arrived then and that no batch took: a trace
+            store tells them apart, the directories a step have them under `subset="all"` alone.
 
     Returns:
         The directory.
