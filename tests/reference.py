@@ -79,6 +79,7 @@ class TokenRow:
     trainer_logprob: float | None = None
     reference_logprob: float | None = None
     entropy: float | None = None
+    trainer_mismatch_kl: float | None = None
     branch: int | None = None
     branch_tokens: int | None = None
 
@@ -215,6 +216,7 @@ PER_SAMPLED = {
     "trainer_logprob": "trainer_logprobs",
     "reference_logprob": "reference_logprobs",
     "entropy": "entropies",
+    "trainer_mismatch_kl": "mismatch_kl",
 }
 """What a token's value is called, and the stream of its node that holds it."""
 

@@ -121,7 +121,7 @@ def mask_of(rng: Random, count: int) -> list[bool]:
 
 
 # What a consumer stamps on a node, a value a sampled token.
-STAMPED = ("advantages", "trainer_logprobs", "reference_logprobs", "entropies")
+STAMPED = ("advantages", "trainer_logprobs", "reference_logprobs", "entropies", "mismatch_kl")
 
 
 def logprob(rng: Random) -> float | None:

@@ -198,7 +198,9 @@ REAL_OPTIONS: list[Options] = [
 ]
 
 # The platform's samples and the per-step records were written without what the trainer said.
-ANNOTATED = {"advantage", "trainer_logprob", "reference_logprob", "entropy"}
+ANNOTATED = {
+    "advantage", "trainer_logprob", "reference_logprob", "entropy", "trainer_mismatch_kl"
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("options", REAL_OPTIONS, ids=str)
@@ -778,6 +780,36 @@ def test_a_fault_leaves_what_was_finished(tmp_path: Path) -> None:
     assert_alike(run, dump)
 
 
+def test_a_dump_of_the_first_version_lacks_the_trainers_mismatch(tmp_path: Path) -> None:
+    """It reads as null; all else is as it was. Converted into another dump it stays what it is."""
+    record = simple(1)
+    record["traces"][0]["nodes"][0]["mismatch_kl"] = [0.5] * 4
+    write_steps(tmp_path / "run", [Stored(record, 1, {})])
+    ta.write_dump(tmp_path / "run", tmp_path / "dump")
+    now = {
+        weighting: ta.scan_tokens(tmp_path / "dump", weighting=weighting).collect()
+        for weighting in WEIGHTINGS
+    }
+    (path,) = files_of(tmp_path / "dump")
+    table = pq.read_table(path, partitioning=None)
+    lists = table["nodes"].combine_chunks()
+    fields = [field for field in lists.type.value_type if field.name != "mismatch_kl"]
+    kept = [lists.values.field(field.name) for field in fields]
+    nodes = pa.ListArray.from_arrays(lists.offsets, pa.StructArray.from_arrays(kept, fields=fields))
+    table = table.set_column(table.schema.get_field_index("nodes"), "nodes", nodes)
+    told = {**json.loads(table.schema.metadata[b"traceage"]), "schema_version": 1}
+    pq.write_table(table.replace_schema_metadata({"traceage": json.dumps(told)}), path)
+    ta.write_dump(tmp_path / "dump", tmp_path / "again")
+    for dump in (tmp_path / "dump", tmp_path / "again"):
+        for weighting, tokens in now.items():
+            assert tokens["trainer_mismatch_kl"].to_list() == [0.5] * tokens.height
+            without = tokens.with_columns(trainer_mismatch_kl=pl.lit(None, pl.Float32))
+            found = ta.scan_tokens(dump, weighting=weighting).collect()
+            assert found.schema == without.schema
+            assert_same_frame(found.drop("file"), without.drop("file"))
+        assert ta.scan_spans(dump).collect()["length"].sum() == now["nodes"].height
+
+
 # --- other Parquet files --------------------------------------------------------------------------
 
 
@@ -787,7 +819,7 @@ def test_a_dump_of_a_later_version_is_refused(tmp_path: Path) -> None:
     (path,) = files_of(tmp_path / "dump")
     table = pq.read_table(path, partitioning=None)
     kept = json.loads(table.schema.metadata[b"traceage"])
-    assert kept["schema_version"] == 1
+    assert kept["schema_version"] == 2
     kept["schema_version"] = 99
     pq.write_table(table.replace_schema_metadata({"traceage": json.dumps(kept)}), path)
     for source in (path, tmp_path / "dump"):

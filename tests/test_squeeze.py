@@ -13,7 +13,7 @@ from traceage.formats.content import stream_content
 from traceage.formats.squeeze import MASK_COUNT, squeeze
 from traceage.sources import find_files
 
-KEYS = ["mask", "token_ids", "logprobs", "is_content", "entropies", "content", "a"]
+KEYS = ["mask", "token_ids", "logprobs", "is_content", "entropies", "mismatch_kl", "content", "a"]
 
 hostile = st.sampled_from(
     [
@@ -69,7 +69,7 @@ def without_arrays(value: Any) -> Any:
                 isinstance(one, (str, list)) or (isinstance(one, dict) and one) for one in item
             )
         )
-        if key not in KEYS[:5] or not flat:
+        if key not in KEYS[:6] or not flat:
             made[key] = without_arrays(item)
         elif key != "mask":
             made[key] = [0]

@@ -53,7 +53,7 @@ class _Done:
 
     source: str
     state: list[Any]
-    """Size and time of the source and its annotations, and how it was converted."""
+    """Size and time of the source and its side files, and how it was converted."""
     files: list[str]
     traces: int
     tokens: int
@@ -69,9 +69,10 @@ def write_dump(
 ) -> pl.DataFrame:
     """Write every trace of `source` to a Parquet dump in the directory `target`.
 
-    All kinds, both subsets and frozen agents are kept, and annotations are folded in, so that
-    reading the dump answers everything that reading the source does. `target` may hold a dump
-    already: what is done is not done again, what a source file that has changed gave is replaced.
+    All kinds, both subsets and frozen agents are kept, annotations and token exports are folded
+    in, so that reading the dump answers everything that reading the source does. `target` may hold
+    a dump already: what is done is not done again, what a source file that has changed gave is
+    replaced.
 
     Args:
         source: see `scan_spans`; a dump, too.
@@ -163,8 +164,9 @@ def _convert_file(
 def _state(file: SourceFile, reader: Reader, messages: bool) -> list[Any]:
     """What has to be the same for a conversion to be the same."""
     annotated = file.store.index_bytes() if file.store is not None else None
+    exported = sum(export.size for export in file.exports())
     changed = os.stat(file.path).st_mtime_ns
-    return [SCHEMA_VERSION, file.size, changed, annotated, reader.step, messages]
+    return [SCHEMA_VERSION, file.size, changed, annotated, exported, reader.step, messages]
 
 
 def _fill(
@@ -385,5 +387,6 @@ _MEANING = {
     "nodes.trainer_logprobs": "the trainer's logprob of each sampled token",
     "nodes.reference_logprobs": "the reference model's logprob of each sampled token",
     "nodes.entropies": "the trainer's policy entropy at each sampled token",
+    "nodes.mismatch_kl": "the mismatch KL that the trainer logged at each sampled token",
     "nodes.message": "the message as JSON (only with `messages`)",
 }

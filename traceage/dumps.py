@@ -19,7 +19,7 @@ from traceage.errors import Problem
 from traceage.formats.dump import SPAN_FIELDS, TRACE_COLUMNS
 from traceage.formats.streams import FLOATS, PLACED, STREAMS
 from traceage.rows import as_series
-from traceage.schema import RUN_COLUMNS, SPANS
+from traceage.schema import RUN_COLUMNS, SPANS, TOKENS
 from traceage.sources import SourceFile
 
 if TYPE_CHECKING:
@@ -367,6 +367,9 @@ def _streams(table: pa.Table, what: What) -> dict[str, pl.Series]:
     tokens = fields["sampled_tokens"].to_numpy()
     made: dict[str, pl.Series] = {}
     for name in what.streams & FLOATS.keys():
+        if FLOATS[name] not in fields:  # a dump of an earlier schema version
+            made[name] = pl.Series(name, [None], TOKENS[name]).new_from_index(0, int(tokens.sum()))
+            continue
         has, values = _flat(fields[FLOATS[name]])
         if has.all() or not tokens[~has].any():
             stream = values

@@ -47,6 +47,33 @@ class Problem(NamedTuple):
         return f"{where}: {self.reason}: {self.found}; {self.advice}"
 
 
+@dataclass
+class ExportsRead:
+    """What was read of a step's token exports, and which branches found their sequence there."""
+
+    folder: str
+    sequences: int = 0
+    problems: set[Problem] = field(default_factory=set)
+    torn: set[str] = field(default_factory=set)
+    """Files whose last line was still being written, as `file:line`."""
+    matched: set[tuple[str, int]] = field(default_factory=set)
+    """File and line of the sequences whose token ids are those of a branch; one may be found by
+    several branches, in several parts of a file that are read side by side."""
+    branches: int = 0
+    """Branches that looked for a sequence."""
+    branches_matched: int = 0
+
+    def add(self, other: ExportsRead) -> None:
+        """Take in what another part of the step's traces found in the same exports."""
+        # A file may have grown between two readings of it.
+        self.sequences = max(self.sequences, other.sequences)
+        self.problems |= other.problems
+        self.torn |= other.torn
+        self.matched |= other.matched
+        self.branches += other.branches
+        self.branches_matched += other.branches_matched
+
+
 EXAMPLES_KEPT = 5
 """How many problems of one reason a summary keeps in full; the rest are only counted."""
 
@@ -86,6 +113,28 @@ class ReadSummary:
     """Episodes that no batch took (trace stores only)."""
     traces_not_shipped: int = 0
     """Traces of trainable agents that no batch took although their episode was taken in part."""
+    exports: dict[str, ExportsRead] = field(default_factory=dict)
+    """The token exports that were read beside the traces, by folder."""
+
+    @property
+    def export_sequences(self) -> int:
+        """Training sequences of the token exports that were read."""
+        return sum(step.sequences for step in self.exports.values())
+
+    @property
+    def export_sequences_matched(self) -> int:
+        """Those of them whose token ids are those of a branch."""
+        return sum(len(step.matched) for step in self.exports.values())
+
+    @property
+    def exported_branches(self) -> int:
+        """Branches that looked for their sequence; once for each copy of a trace that was read."""
+        return sum(step.branches for step in self.exports.values())
+
+    @property
+    def exported_branches_matched(self) -> int:
+        """Those of them that found one."""
+        return sum(step.branches_matched for step in self.exports.values())
 
     @property
     def skipped(self) -> int:
@@ -130,6 +179,14 @@ class ReadSummary:
         if self.traces_not_shipped:
             said.append(
                 f"{self.traces_not_shipped:,} traces were not shipped although their episode was"
+            )
+        unmatched = self.export_sequences - self.export_sequences_matched
+        if unmatched:
+            said.append(
+                f"{unmatched:,} of {self.export_sequences:,} training sequences of the token "
+                "exports match no branch by their token ids (packed or truncated); "
+                f"{self.exported_branches_matched:,} of {self.exported_branches:,} branches found "
+                "theirs"
             )
         return said
 

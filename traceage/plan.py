@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import polars as pl
 
+from traceage.formats.exports import EXPORTED
 from traceage.formats.parts import PART_BYTES, Part, parts_of, platform_parts
 from traceage.formats.records import What
 from traceage.schema import SPANS
@@ -48,7 +49,7 @@ class Plan:
             elif file.format == "platform":
                 yield from platform_parts(file.path, self.what)
             else:
-                yield from parts_of(file.path, self.what)
+                yield from parts_of(file.path, self._with_exports(file))
 
     def _conjuncts_on(self, known: set[str]) -> list[pl.Expr]:
         return [c for c in self.conjuncts if (r := set(c.meta.root_names())) and r <= known]
@@ -65,6 +66,10 @@ class Plan:
             return True
         frame = pl.DataFrame({k: [v] for k, v in known.items()}, {k: SPANS[k] for k in known})
         return frame.filter(conjuncts).height > 0
+
+    def _with_exports(self, file: SourceFile) -> What:
+        exports = file.exports() if self.what.told_later(EXPORTED) else ()
+        return self.what._replace(exports=exports)
 
     def _store_parts(self, file: SourceFile) -> Iterator[Part]:
         assert file.store is not None

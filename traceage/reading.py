@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from traceage.errors import OnError, Problem, ReadSummary, TraceError, TraceWarning
+from traceage.errors import ExportsRead, OnError, Problem, ReadSummary, TraceError, TraceWarning
 from traceage.formats.content import FIX_DAMAGED
 from traceage.formats.parts import Part, PartRead, read_part
 from traceage.formats.records import Block, RecordReader, What
@@ -180,6 +180,8 @@ class Stitcher:
             summary.files_without_traces.append(self.file.path)
         if self.passed_over:
             return
+        if block.exports is not None:
+            self._take_exports(block.exports)
         for problem in block.problems:
             assert problem.line is not None
             line = before + problem.line + 1
@@ -187,3 +189,13 @@ class Stitcher:
         summary.lines_read += block.lines
         summary.without_record += block.without_record
         yield self.file, before, block
+
+    def _take_exports(self, read: ExportsRead) -> None:
+        """Add up what the blocks found in a step's exports; each of its faults is told once."""
+        summary = self.reader.summary
+        known = summary.exports.setdefault(read.folder, ExportsRead(read.folder))
+        summary.torn += sorted(read.torn - known.torn)
+        new = read.problems - known.problems
+        known.add(read)
+        for problem in sorted(new, key=lambda problem: (problem.file, problem.line or 0)):
+            self.reader.refuse(problem)

@@ -148,10 +148,13 @@ def scan_tokens(
         A LazyFrame. `age` is null for a token without a version, `context_age` where no sampled
         token before it has one, and a stream is null where it was not stamped. What a trace store
         holds as annotations is folded in as if it had been stamped; the newest word on a node wins.
+        So are the token exports beside a `rollouts/` folder, where nothing was stamped: a sequence
+        belongs to the branch of its step that has the same token ids, and `summary` counts those
+        that belong to none.
 
     Raises:
         TraceError: as `scan_spans`; also, when the frame is collected, for a stream that is not as
-            long as the sampled tokens are many.
+            long as the sampled tokens are many, and a line of an export that is no sequence.
 
     >>> tokens = scan_tokens("data/real-dump", ["step", "age", "logprob", "trainer_logprob"])
     >>> tokens.head(2).collect()

@@ -72,6 +72,7 @@ TOKENS: dict[str, pl.DataType] = {
     "trainer_logprob": pl.Float32(),
     "reference_logprob": pl.Float32(),
     "entropy": pl.Float32(),
+    "trainer_mismatch_kl": pl.Float32(),
     "is_content": pl.Boolean(),
 }
 """The tokens table, a row a sampled token: the columns of its span, and
@@ -85,7 +86,8 @@ TOKENS: dict[str, pl.DataType] = {
   lowest version among the sampled tokens before it in its branch (those of its own completion and
   of all sampled nodes above it, in the same trace); null where none of them has a version. The
   token's own version plays no part, so one labelled `default`, or not at all, has a context age;
-- `token_id`, and the streams that were stamped; null where they were not.
+- `token_id`, and the streams that were stamped, annotated or exported; null where they were not.
+  `trainer_mismatch_kl` is the mismatch KL that the trainer itself logged.
 """
 
 RUN_COLUMNS = {

@@ -17,6 +17,7 @@ from typing import Literal
 
 from traceage.errors import TraceError
 from traceage.formats.dump import dump_metadata
+from traceage.formats.exports import ExportFile, export_files
 from traceage.formats.platform import is_platform
 from traceage.formats.trace_store import TraceStore
 
@@ -47,6 +48,10 @@ class SourceFile:
     """What the file's run is known by, where its place does not tell."""
     named: bool = False
     """The user named this very file: it has to hold traces."""
+
+    def exports(self) -> tuple[ExportFile, ...]:
+        """The trainer's token exports of its step; what was evaluated was not trained on."""
+        return () if self.kind == "eval" else export_files(self.path)
 
 
 def find_files(

@@ -18,7 +18,7 @@ import os
 import re
 from array import array
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import islice
@@ -72,8 +72,8 @@ class Branch:
 
     index: int
     """Which leaf the branch ends in, counted in node order."""
-    streams: dict[str, list[Value]]
-    """One value a token of the branch; None where the producer had none."""
+    streams: Mapping[str, list[Value] | NDArray[np.float32]]
+    """One value a token of the branch; None, or NaN, where the producer had none."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class AnnotationReader:
     def _branches(self, path: str, offset: int, trace_id: str) -> list[Branch]:
         line, torn = self._content.line(path, offset)
         try:
-            record = _decode(_line, line)
+            record = decode_line(_line, line)
             # Two ids can share a hash.
             if record.trace_id != trace_id:
                 return []
@@ -322,17 +322,18 @@ def _decoded(path: str, decoder: msgspec.json.Decoder[T]) -> Iterator[tuple[int,
         for line in lines:
             if line.strip():
                 try:
-                    yield at, _decode(decoder, line)
+                    yield at, decode_line(decoder, line)
                 except (ValueError, RecursionError) as error:
                     raise _not_an_annotation(path, at, error) from None
             at += len(line) + 1
     try:
-        yield at, _decode(decoder, rest)
+        yield at, decode_line(decoder, rest)
     except (ValueError, RecursionError):
         return
 
 
-def _decode(decoder: msgspec.json.Decoder[T], line: bytes) -> T:
+def decode_line(decoder: msgspec.json.Decoder[T], line: bytes) -> T:
+    """One line of a side file; raises `ValueError` for what does not fit."""
     try:
         return decoder.decode(line)
     except msgspec.DecodeError:

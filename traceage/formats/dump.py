@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from numpy.typing import NDArray
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+"""1 had no `mismatch_kl` of a node; it reads as null there."""
 LEDGER = "_traceage"
 """The folder of a dump that says what was converted."""
 UNFINISHED = "unfinished"

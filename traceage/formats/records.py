@@ -16,7 +16,7 @@ import json
 import math
 import re
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
@@ -24,9 +24,10 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 import msgspec
 import numpy as np
 
-from traceage.errors import Problem
-from traceage.formats.annotations import AnnotationReader, fold
+from traceage.errors import ExportsRead, Problem
+from traceage.formats.annotations import Annotation, AnnotationReader, Branch, fold
 from traceage.formats.dump import KeptNode, KeptTrace, kept_arrays
+from traceage.formats.exports import EXPORTED, ExportFile, Exports, SameIds, exports_of
 from traceage.formats.squeeze import ALL_ARRAYS, MASK_COUNT, arrays_but, squeeze
 from traceage.formats.streams import (
     ANNOTATED,
@@ -103,6 +104,13 @@ class What(NamedTuple):
     """With `whole`: the messages too."""
     annotations: tuple[str, int] | None = None
     """The root of the trace store whose annotations are folded in, and the size of its indexes."""
+    exports: tuple[ExportFile, ...] = ()
+    """The token exports of the file's step, whose streams are folded in."""
+
+    def told_later(self, of: Collection[str]) -> frozenset[str]:
+        """Which node keys are wanted that a side file may hold, if it holds those `of`."""
+        wanted = ANNOTATED if self.whole else {FLOATS[s] for s in self.streams if s in FLOATS}
+        return frozenset(ANNOTATED.intersection(wanted, of))
 
 
 @dataclass
@@ -123,6 +131,8 @@ class Block:
     """The columns `nodes` and `branches` of a dump, a row a unit."""
     problems: list[Problem] = field(default_factory=list)
     """Their `line` counts from 0 in the block, and their `file` is empty: the reader knows both."""
+    exports: ExportsRead | None = None
+    """The token exports that the lines' branches looked into."""
 
 
 class _Span(msgspec.Struct):
@@ -153,6 +163,7 @@ class _StreamNode(_Node):
     trainer_logprobs: Any = None
     reference_logprobs: Any = None
     entropies: Any = None
+    mismatch_kl: Any = None
 
 
 class _WholeNode(_StreamNode):
@@ -233,18 +244,22 @@ class RecordReader:
             self._type: Any = _Record[_WholeNode] if what.messages else _Record[_StreamNode]
         elif what.streams:
             self._type = _Record[_StreamNode]
-            keep = keys_of(what.streams, what.annotations is not None)
+            keep = keys_of(what.streams, what.annotations is not None or bool(what.exports))
             self._arrays = arrays_but(keep)
         else:
             self._type = _Record[_Node]
             self._arrays = ALL_ARRAYS
         self._decode = msgspec.json.Decoder(self._type).decode
         self._annotations: AnnotationReader | None = None
-        if what.annotations is not None and (what.whole or what.streams):
-            wanted = {FLOATS[name] for name in what.streams if name in FLOATS} & ANNOTATED
-            self._wanted = frozenset(ANNOTATED if what.whole else wanted)
-            if self._wanted:
-                self._annotations = annotation_reader(*what.annotations, self._wanted)
+        self._exports: Exports | None = None
+        self._looked_up: list[SameIds | None] = []
+        """What each branch found in the exports."""
+        if what.annotations is not None and (wanted := what.told_later(ANNOTATED)):
+            self._annotations = annotation_reader(*what.annotations, wanted)
+            self._wanted = wanted
+        elif what.exports and (wanted := what.told_later(EXPORTED)):
+            self._exports = exports_of(what.exports, wanted)
+            self._wanted = wanted
 
     def finish(self) -> Block:
         """The block of all lines read."""
@@ -253,6 +268,8 @@ class RecordReader:
             self.block.streams[name] = np.concatenate([*parts, empty]).astype(empty.dtype)
         if self.what.whole:
             self.block.kept = kept_arrays(self._kept, self.what.messages)
+        if self._exports is not None:
+            self.block.exports = self._exports.read(self._looked_up)
         return self.block
 
     def read(self, data: bytes | bytearray, start: int, end: int) -> None:
@@ -287,7 +304,7 @@ class RecordReader:
     def _growing(self) -> list[Any]:
         block = self.block
         lists = [block.units, block.runs, block.timestamps, block.problems, self._kept]
-        return [*lists, *self._streams.values()]
+        return [*lists, self._looked_up, *self._streams.values()]
 
     def _read_leniently(self, number: int, text: bytes, line: bytes) -> None:
         found = _parse(text)
@@ -410,7 +427,9 @@ class RecordReader:
                     masks[index] = mask_of(node)
                 except ValueError as error:
                     self._problem("bad stream", number, str(error), _FIX_FIELD, index)
-            self._fold(number, nodes, parents, lengths, masks)
+            self._fold_annotations(number, nodes, parents, lengths, masks)
+            if self._exports is not None and self.block.units[-1].trainable:
+                self._fold_exports(self._exports, nodes, parents, lengths, masks, paths)
         completions: list[_Completion] = []
         nearest: list[int] = []  # the last sampled node on the path to each, itself included
         for index, node in enumerate(nodes):
@@ -494,7 +513,7 @@ class RecordReader:
                     made[name] = per_sampled(None, tokens)
         return made
 
-    def _fold(
+    def _fold_annotations(
         self,
         number: int,
         nodes: Sequence[Any],
@@ -516,6 +535,28 @@ class RecordReader:
         for stream, by_node in folded.items():
             for index, values in by_node.items():
                 setattr(nodes[index], stream, values)
+
+    def _fold_exports(
+        self,
+        exports: Exports,
+        nodes: Sequence[Any],
+        parents: Sequence[int],
+        lengths: Sequence[int],
+        masks: Sequence[NDArray[np.bool_] | None],
+        paths: dict[int, list[int]],
+    ) -> None:
+        """Put onto the nodes what the token exports say of them and nobody stamped."""
+        found: list[Branch] = []
+        for branch, path in paths.items():
+            sequences = exports.of([nodes[index].token_ids for index in path])
+            self._looked_up.append(sequences)
+            if sequences is not None:
+                found.append(Branch(branch, sequences.streams))
+        annotation = Annotation("token_exports", found)
+        for stream, by_node in fold(parents, lengths, masks, [annotation], self._wanted).items():
+            for index, values in by_node.items():
+                if not getattr(nodes[index], stream):
+                    setattr(nodes[index], stream, values)
 
     def _add_completion(
         self,

@@ -33,6 +33,7 @@ ARRAYS = (
     "trainer_logprobs",
     "reference_logprobs",
     "entropies",
+    "mismatch_kl",
 )
 """The keys of a node that hold an entry a token."""
 
@@ -48,7 +49,7 @@ ALL_ARRAYS = arrays_but()
 _TRUES = b"true," * 65_536
 _NEAR = 24
 """An array ends, as a rule, within so many bytes of the next quote."""
-_BACKSLASH, _CLOSE, _T, _F, _M = b"\\]tfm"
+_BACKSLASH, _CLOSE, _T, _F, _A = b"\\]tfa"
 
 
 def squeeze(
@@ -87,7 +88,7 @@ def squeeze(
             close = find(b"]", at, quote)
         if close <= at or data[key - 1] == _BACKSLASH:
             continue
-        if data[key + 1] == _M:  # of all these keys, only `mask` begins with it
+        if data[key + 2] == _A:  # of all these keys, only `mask` has it there
             count = _count_true(data, at, close)
             if count < 0:
                 continue

@@ -24,6 +24,7 @@ FLOATS = {
     "trainer_logprob": "trainer_logprobs",
     "reference_logprob": "reference_logprobs",
     "entropy": "entropies",
+    "trainer_mismatch_kl": "mismatch_kl",
 }
 """Column of the tokens table -> key of a node, for the streams that stand per sampled token."""
 
@@ -32,12 +33,17 @@ PLACED = ("token_id", "position", "is_content")
 
 STREAMS = (*PLACED, *FLOATS)
 
-ANNOTATED = frozenset({"advantages", "trainer_logprobs", "reference_logprobs", "entropies"})
+ANNOTATED = frozenset(
+    {"advantages", "trainer_logprobs", "reference_logprobs", "entropies", "mismatch_kl"}
+)
 """Node keys that a trace store may hold as annotations."""
 
 
 def keys_of(streams: Iterable[str], annotated: bool) -> frozenset[str]:
-    """The per-token keys of a node that have to be decoded for `streams`."""
+    """The per-token keys of a node that have to be decoded for `streams`.
+
+    `annotated`: side files may hold streams of a branch, which have to be cut at its nodes.
+    """
     streams = frozenset(streams)
     keys = {FLOATS[name] for name in streams if name in FLOATS}
     if streams.intersection(PLACED) or (annotated and keys & ANNOTATED):

@@ -150,10 +150,15 @@ class TraceStore:
         return rows
 
 
-def lines_of(path: str) -> Iterator[tuple[int, bytes, bool]]:
-    """The lines of a file that are not blank: number, text, and whether its newline is missing."""
-    rest, number = b"", 0
+def lines_of(path: str, end: int | None = None) -> Iterator[tuple[int, bytes, bool]]:
+    """The lines of a file that are not blank: number, text, and whether its newline is missing.
+
+    With `end`, of its first `end` content bytes.
+    """
+    rest, number, at = b"", 0, 0
     for data in stream_content(path):
+        data = data if end is None else data[: max(0, end - at)]
+        at += len(data)
         *lines, rest = (rest + data).split(b"\n")
         for line in lines:
             number += 1
