@@ -30,6 +30,7 @@ from traceage.figures import age_heatmap, staleness
 from traceage.figures.ages import age_row_edges, draw_heatmap
 from traceage.figures.style import percent
 from traceage.report import summary_table, write_report
+from traceage.study import Study
 
 HOSTILE = "<script>alert(1)</script>"
 NASTY = f"""{HOSTILE}"'&<!--]]></title></style>\u2028\x00\x1b[31m</SCRIPT >"""
@@ -222,8 +223,10 @@ class Page(HTMLParser):
 def report(folder: Path, steps: list[Step], name: str = "report.html", **options: Any) -> Page:
     envs = any(s.env is not None for s in steps)
     path = folder / name
-    options = {"title": "A run", "sources": ["runs/a"], **options}
-    write_report(path, metrics_of(steps, by_env=envs), counts_of(steps), **options)
+    options = {"sources": ["runs/a"], **options}
+    title = options.pop("title", "A run")
+    study = Study(metrics_of(steps, by_env=envs), counts_of(steps), **options)
+    write_report(path, study, title=title)
     return Page(path.read_text(encoding="utf-8"))
 
 
@@ -593,7 +596,7 @@ def test_without_steps_the_table_stands_alone(tmp_path: Path) -> None:
     metrics = metrics_of([Step(1, {0: 3}, env="math")], by_env=True)
     metrics = metrics.drop("step", "training_version")
     counts = pl.DataFrame({"env": ["math"], "age": [0], "tokens": [3]})
-    write_report(tmp_path / "r.html", metrics, counts, title="t", sources=[])
+    write_report(tmp_path / "r.html", Study(metrics, counts), title="t")
     page = Page((tmp_path / "r.html").read_text())
     assert not page.all("svg")
     assert page.rows()[0][0] == "math"
@@ -629,7 +632,7 @@ def test_hostile_strings_stay_text(tmp_path: Path) -> None:
 
 def test_a_column_name_is_text_too(tmp_path: Path) -> None:
     metrics = metrics_of([Step(1, {0: 3}, env="x")], by_env=True).rename({"env": HOSTILE})
-    write_report(tmp_path / "r.html", metrics, counts_of([Step(1, {0: 3})]), title="t", sources=[])
+    write_report(tmp_path / "r.html", Study(metrics, counts_of([Step(1, {0: 3})])), title="t")
     page = Page((tmp_path / "r.html").read_text())
     assert HOSTILE in page.all("th")
     assert len(page.all("script")) == 1
@@ -675,7 +678,7 @@ def test_data_is_strict_json(tmp_path: Path) -> None:
     metrics = metrics_of([Step(1, {0: 3})]).with_columns(
         extra=pl.lit(math.nan), when=pl.date(2026, 1, 2)
     )
-    write_report(tmp_path / "r.html", metrics, counts_of([Step(1, {0: 3})]), title="t", sources=[])
+    write_report(tmp_path / "r.html", Study(metrics, counts_of([Step(1, {0: 3})])), title="t")
     row = Page((tmp_path / "r.html").read_text()).data["metrics"][0]
     assert row["extra"] is None
     assert row["when"] == "2026-01-02"
@@ -720,12 +723,13 @@ def test_a_failure_keeps_the_old_file(tmp_path: Path) -> None:
 import resource, sys
 import polars as pl
 from traceage.report import write_report
+from traceage.study import Study
 import matplotlib.figure, matplotlib.backends.backend_svg, matplotlib.style
 from test_report import Step, counts_of, metrics_of
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
 steps = [Step(1, {0: 3})]
 try:
-    write_report(sys.argv[1], metrics_of(steps), counts_of(steps), title="t", sources=[])
+    write_report(sys.argv[1], Study(metrics_of(steps), counts_of(steps)), title="t")
 except OSError:
     sys.exit(7)
 """

@@ -20,8 +20,11 @@ from traceage.errors import ReadSummary, TraceError
 from traceage.output import replacing
 
 if TYPE_CHECKING:
+    import polars as pl
+
     from traceage.metrics import Tally
     from traceage.scan import ReadingOptions
+    from traceage.study import Study
 
 OK, BAD_INPUT, SKIPPED, INTERRUPTED = 0, 2, 3, 130
 
@@ -65,11 +68,16 @@ def _parser() -> argparse.ArgumentParser:
         "report",
         parents=[source, reading],
         help="print how stale each step's batch was, and write a page with figures",
-        description="Print a table, a row a step, and write a self-contained HTML page with the "
-        "same table and figures.",
+        description="Print a table, a row a step, and write a self-contained HTML page: what the "
+        "run's traces say of its staleness in words, in figures and in tables.",
     )
     report.add_argument(
         "-o", "--output", metavar="FILE.html", help="the page to write; none by default"
+    )
+    report.add_argument(
+        "--compare",
+        metavar="OTHER_RUN",
+        help="another run (directory, file or glob), to stand beside the first on the page",
     )
     report.set_defaults(command=_report)
 
@@ -209,20 +217,27 @@ def _training_version(text: str) -> str | int:
 def _report(options: argparse.Namespace) -> int:
     from traceage.report import summary_table, write_report
 
-    tally, summary = _tally(options, ["step"])
-    metrics = tally.metrics()
-    print(summary_table(metrics))
-    if options.output is not None:
-        write_report(
-            options.output,
-            metrics,
-            tally.counts,
-            title="Token age by training step",
-            sources=options.source,
-            notes=summary.lines(),
-        )
-        _say(options, f"wrote {options.output}")
-    return _close(options, summary)
+    if options.output is None:
+        if options.compare is not None:
+            raise ValueError("--compare is shown on the page: name it with -o FILE.html")
+        tally, summary = _tally(options, ["step"])
+        print(summary_table(tally.metrics()))
+        return _close(options, summary)
+    runs = [options.source] if options.compare is None else [options.source, options.compare]
+    studies, summaries = zip(*(_study(options, run) for run in runs), strict=True)
+    print(summary_table(studies[0].metrics))
+    write_report(options.output, *studies, title="Token age by training step")
+    _say(options, f"wrote {options.output}")
+    return max(_close(options, summary) for summary in summaries)
+
+
+def _study(options: argparse.Namespace, source: str | list[str]) -> tuple[Study, ReadSummary]:
+    from traceage.study import read_study
+
+    summary = ReadSummary()
+    study = read_study(source, weighting=options.weighting, **_reading(options, summary))
+    _check_tokens(study.metrics, source, summary)
+    return study, summary
 
 
 def _metrics(options: argparse.Namespace) -> int:
@@ -306,12 +321,17 @@ def _tally(options: argparse.Namespace, by: list[str]) -> tuple[Tally, ReadSumma
     tally = Tally(by, options.weighting)
     for batch in read_batches(spans, tally.columns, options.weighting):
         tally.add(batch)
-    if not tally.totals["sampled_tokens"].sum() and not summary.not_shipped:
-        raise TraceError(
-            f"{', '.join(options.source)}: no sampled tokens at all in {summary.episodes:,} "
-            "episodes; were the traces written with token ids and masks, by trainable agents?"
-        )
+    _check_tokens(tally.totals, options.source, summary)
     return tally, summary
+
+
+def _check_tokens(totals: pl.DataFrame, source: str | list[str], summary: ReadSummary) -> None:
+    if not totals["sampled_tokens"].sum() and not summary.not_shipped:
+        named = source if isinstance(source, str) else ", ".join(source)
+        raise TraceError(
+            f"{named}: no sampled tokens at all in {summary.episodes:,} episodes; were the traces "
+            "written with token ids and masks, by trainable agents?"
+        )
 
 
 def _reading(options: argparse.Namespace, summary: ReadSummary) -> ReadingOptions:

@@ -23,7 +23,7 @@ from traceage.traces import TraceTally
 BREAKDOWNS = ("env", "agent", "turn", "index_bin", "completion_bin")
 """What the ages of all steps together are broken down by."""
 
-_LOOKED_AT = 50_000
+LOOKED_AT = 50_000
 """Tokens among which a trainer's logprobs are looked for."""
 
 _BATCH = (
@@ -106,7 +106,7 @@ def read_study(
     steps, envs = Tally(["step"], weighting), Tally(["step", "env"], weighting)
     parts = {name: Tally([name], weighting) for name in BREAKDOWNS}
     traces = TraceTally()
-    tallies = [steps, envs, *parts.values(), traces]
+    tallies: list[Tally | TraceTally] = [steps, envs, *parts.values(), traces]
     columns = list(dict.fromkeys([*_BATCH, *(name for t in tallies for name in t.columns)]))
     last = pl.DataFrame()
     for batch in read_batches(scan_spans(sources, **reading), columns, weighting):
@@ -155,6 +155,6 @@ def _scored_by_a_trainer(
     # In this process and in silence: it is a look, not a reading.
     looking: ReadingOptions = {**reading, "workers": 1, "quiet": True, "summary": ReadSummary()}
     columns = ["logprob", "trainer_logprob"]
-    head = scan_tokens(sources, columns, **looking).head(_LOOKED_AT)
+    head = scan_tokens(sources, columns, **looking).head(LOOKED_AT)
     both = pl.all_horizontal(pl.col(columns).is_not_null())
     return bool(head.select(both.any()).collect().item())

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-MOST_TRACES = 64
-"""Traces that a timeline shows."""
+MOST_TRACES, MOST_RUNS = 64, 4000
+"""What a timeline shows."""
 
 
 # --- one step -----------------------------------------------------------------------------------
@@ -116,9 +116,10 @@ def batch_timeline(spans: pl.DataFrame, *, ax: Axes | None = None) -> Figure:
     """The traces of one batch, a row each: their sampled tokens in order, coloured by version.
 
     `spans` is a spans table, collected, of one step. Traces are ordered by the version of their
-    first token, oldest on top, then by length; of more than 64, every n-th is shown and the title
-    says so. The darker, the older; ages of 4 and above share a colour. `default` tokens are
-    grey, tokens without a label are hatched, and thin gaps part the completions of a trace.
+    first token, oldest on top, then by length; of more than 64, or with more than 4,000 runs, every
+    n-th is shown and the title says so. The darker, the older; ages of 4 and above share a colour.
+    `default` tokens are grey, tokens without a label are hatched, and thin gaps part the
+    completions of a trace.
 
     Returns the figure. Raises `ValueError` when a column is missing, or for several steps.
 
@@ -221,7 +222,8 @@ def _rows_of(runs: pl.DataFrame) -> tuple[pl.DataFrame, int, int]:
         .agg(pl.col("version").drop_nulls().first(), pl.col("right").max())
         .sort("version", "right", descending=[False, True], nulls_last=True, maintain_order=True)
     )
-    every = max(1, -(-traces.height // MOST_TRACES))
+    most = min(MOST_TRACES, max(1, MOST_RUNS * traces.height // max(1, runs.height)))
+    every = max(1, -(-traces.height // most))
     shown = traces.gather_every(every).with_row_index("row").select(*key, "row")
     rows = shown.with_columns(pl.col("row").cast(pl.Int64))
     return runs.join(rows, on=key, maintain_order="left"), every, traces.height
@@ -279,7 +281,7 @@ def draw_by_index(counts: pl.DataFrame, *, ax: Axes | None = None, theme: Theme 
         range(bins.height), bins["mean"], color=theme.age, marker="o", ms=4, lw=1.8, label="mean",
         zorder=3,
     )  # fmt: skip
-    names = [_bin_name(first) for first in bins["index_bin"]]
+    names = [bin_name(first) for first in bins["index_bin"]]
     every = -(-len(names) // 9)
     ax.set_xticks(range(0, len(names), every), names[::every])
     span = value_range(pl.concat([bins["mean"], bins["p95"].cast(pl.Float64)]))
@@ -301,7 +303,12 @@ def _figures_of_bins(counts: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def _bin_name(first: int) -> str:
+def bin_name(first: int) -> str:
+    """A bin of `index_bin` or `completion_bin` as it is named.
+
+    >>> bin_name(0), bin_name(512), bin_name(4096)
+    ('0\u201331', '512\u20131023', '4k\u20138k')
+    """
     last = FIRST_BIN - 1 if first == 0 else 2 * first - 1
 
     def short(number: int) -> str:
