@@ -226,6 +226,7 @@ def test_what_is_written_is_what_is_read(tmp_path: Path, chunk_bytes: int, trace
                         node["advantages"] = [0.25] * count
                         node["trainer_logprobs"] = [round(FINE, 4)] * count
                         node["entropies"] = [1.2346] * count
+                        node["mismatch_kl"] = [0.000123] * count
         assert_reads(tmp_path, expected)
     assert_reads(tmp_path, expected)
     assert all(name.endswith(".zst") for log in LOGS for name in chunk_files(tmp_path, log))
