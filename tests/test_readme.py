@@ -31,6 +31,28 @@ def test_python_on_the_sample_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(names["masks"]) == 80
 
 
+def test_python_on_the_capture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "data").symlink_to(ROOT / "data")
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"ta": ta, "pl": pl, "spans": ta.scan_spans("data/real-dump")}
+    [block] = [block for block in blocks("python") if "data/capture" in block]
+    exec(block, names)
+    assert names["limits"]["max_age"].unique().to_list() == [0, 1, 2]
+    assert (tmp_path / "report.html").stat().st_size > 100_000
+
+    # The table of mismatch by age is what the function gives.
+    shown = re.findall(
+        r"^\| (\d+) \| ([\d,]+) \| (\S+) \| (\S+) to (\S+) \|$", README, re.MULTILINE
+    )
+    given = names["mismatch"].select(
+        "age", "tokens", "mismatch_kl", "mismatch_kl_low", "mismatch_kl_high"
+    )
+    assert shown == [
+        (f"{age}", f"{tokens:,}", *(f"{value:.4f}" for value in values))
+        for age, tokens, *values in given.iter_rows()
+    ]
+
+
 def test_queries_of_a_dump_by_other_tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ta.write_dump(ROOT / "data/real-dump", tmp_path / "dump")
     monkeypatch.chdir(tmp_path)

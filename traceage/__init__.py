@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from traceage import figures as figures
     from traceage.ages import age as age
     from traceage.ages import node_policy_versions as node_policy_versions
     from traceage.ages import token_policy_ages as token_policy_ages
@@ -73,10 +74,12 @@ _HOME = {
     "versions_per_trace": "traces",
 }
 
-__all__ = ["__version__", *sorted(_HOME)]
+__all__ = ["__version__", "figures", *sorted(_HOME)]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "figures":
+        return import_module("traceage.figures")
     if name not in _HOME:
         raise AttributeError(f"module 'traceage' has no attribute {name!r}")
     return getattr(import_module(f"traceage.{_HOME[name]}"), name)
