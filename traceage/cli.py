@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from traceage.scan import ReadingOptions
     from traceage.study import Study
 
+PARSER = "traceage.formats.parts"
+"""What the processes that read lines import."""
+
 OK, BAD_INPUT, SKIPPED, INTERRUPTED = 0, 2, 3, 130
 
 
@@ -215,19 +218,22 @@ def _training_version(text: str) -> str | int:
 
 
 def _report(options: argparse.Namespace) -> int:
-    from traceage.report import summary_table, write_report
-
     if options.output is None:
         if options.compare is not None:
             raise ValueError("--compare is shown on the page: name it with -o FILE.html")
         tally, summary = _tally(options, ["step"])
-        print(summary_table(tally.metrics()))
-        return _close(options, summary)
-    runs = [options.source] if options.compare is None else [options.source, options.compare]
-    studies, summaries = zip(*(_study(options, run) for run in runs), strict=True)
-    print(summary_table(studies[0].metrics))
-    write_report(options.output, *studies, title="Token age by training step")
-    _say(options, f"wrote {options.output}")
+        metrics, summaries = tally.metrics(), [summary]
+    else:
+        _start_workers(options)
+        runs = [options.source] if options.compare is None else [options.source, options.compare]
+        studies, summaries = map(list, zip(*(_study(options, run) for run in runs), strict=True))
+        metrics = studies[0].metrics
+    from traceage.report import summary_table, write_report
+
+    print(summary_table(metrics))
+    if options.output is not None:
+        write_report(options.output, *studies, title="Token age by training step")
+        _say(options, f"wrote {options.output}")
     return max(_close(options, summary) for summary in summaries)
 
 
@@ -311,7 +317,17 @@ def _convert(options: argparse.Namespace) -> int:
     return _close(options, summary)
 
 
+def _start_workers(options: argparse.Namespace) -> None:
+    """Start the processes that a large source is read with before polars is imported."""
+    from traceage.sources import find_files, workers_worth
+    from traceage.workers import start_workers
+
+    start_workers(workers_worth(find_files(options.source, options.subset)), PARSER)
+
+
 def _tally(options: argparse.Namespace, by: list[str]) -> tuple[Tally, ReadSummary]:
+    _start_workers(options)
+
     from traceage.counts import read_batches
     from traceage.metrics import Tally
     from traceage.scan import scan_spans

@@ -14,17 +14,14 @@ from traceage.formats.content import FIX_DAMAGED
 from traceage.formats.parts import Part, PartRead, read_part
 from traceage.formats.records import Block, RecordReader, What
 from traceage.plan import Plan
-from traceage.sources import SourceFile, Subset
+from traceage.sources import SourceFile, Subset, workers_worth
 from traceage.spans import LabelReader
-from traceage.workers import available_cores, ordered_map
+from traceage.workers import ordered_map
 
 if TYPE_CHECKING:
     from traceage.ages import TrainingVersion
 
 Kind = Literal["train", "eval", "any"]
-
-WORTH_WORKERS = 150_000_000
-"""Bytes of content below which starting workers takes longer than reading."""
 
 
 @dataclass
@@ -60,10 +57,7 @@ class Reader:
     ) -> Iterator[tuple[SourceFile, int, Block]]:
         """The blocks of all files in order, each with its file and the lines before it there."""
         by_path = {file.path: file for file in files}
-        workers = self.workers
-        if workers is None:
-            content = sum(f.size * (1 if f.path.endswith(".jsonl") else 6) for f in files)
-            workers = available_cores() if content >= WORTH_WORKERS else 1
+        workers = workers_worth(files) if self.workers is None else self.workers
         stitcher: Stitcher | None = None
         with self._progress(files) as progress:
             for part, read in ordered_map(read_part, plan.parts(files), workers):

@@ -20,10 +20,14 @@ from traceage.formats.dump import dump_metadata
 from traceage.formats.exports import ExportFile, export_files
 from traceage.formats.platform import is_platform
 from traceage.formats.trace_store import TraceStore
+from traceage.workers import available_cores
 
 Subset = Literal["effective", "all"]
 Format = Literal["lines", "platform", "dump", "unknown"]
 """Lines of JSON; platform samples; our own dump; a Parquet file that is neither."""
+
+WORTH_WORKERS = 150_000_000
+"""Bytes of content below which starting workers takes longer than reading."""
 
 _TRACES = re.compile(r".*\.(jsonl(\.gz|\.zst)?|parquet)")
 _LINES = re.compile(r".*\.jsonl(\.gz|\.zst)?")
@@ -80,6 +84,13 @@ def find_files(
     if not found:
         raise TraceError("no source given; name a run directory, a file or a glob")
     return _choose_subset(list(found.values()), subset)
+
+
+def workers_worth(files: Sequence[SourceFile]) -> int:
+    """How many processes to read files of records with; 1 where starting more takes longer."""
+    lines = [file for file in files if file.format in ("lines", "platform")]
+    content = sum(f.size * (1 if f.path.endswith(".jsonl") else 6) for f in lines)
+    return available_cores() if content >= WORTH_WORKERS else 1
 
 
 def _expand(source: str) -> list[str]:

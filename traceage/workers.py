@@ -11,7 +11,8 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from typing import TypeVar
+from importlib import import_module
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -39,9 +40,7 @@ def ordered_map(
         for item in items:
             yield item, function(item)
         return
-    from loky import get_reusable_executor
-
-    executor = get_reusable_executor(max_workers=workers, timeout=60)
+    executor = _executor(workers)
     pending: deque[tuple[T, Future[R]]] = deque()
     try:
         for item in items:
@@ -58,3 +57,22 @@ def ordered_map(
     finally:
         for _, future in pending:
             future.cancel()
+
+
+def start_workers(workers: int, module: str) -> None:
+    """Start worker processes that will soon be asked for, and let them import `module`.
+
+    What this process does in the meantime, such as importing polars, costs nothing then.
+    """
+    if workers >= 2:
+        executor = _executor(workers)
+        for _ in range(workers):
+            executor.submit(import_module, module)
+
+
+def _executor(workers: int) -> Any:
+    from loky import get_reusable_executor
+
+    # They count and decode; the threads that numpy would start for linear algebra take time.
+    environment = {"OPENBLAS_NUM_THREADS": "1"}
+    return get_reusable_executor(max_workers=workers, timeout=60, env=environment)
