@@ -99,7 +99,7 @@ def flattened(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     return {
-        key: [0] if key in KEYS[1:5] and isinstance(item, list) and item else flattened(item)
+        key: [0] if key in KEYS[1:6] and isinstance(item, list) and item else flattened(item)
         for key, item in value.items()
     }
 

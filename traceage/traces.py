@@ -44,7 +44,7 @@ def versions_per_trace(spans: pl.LazyFrame | pl.DataFrame) -> pl.DataFrame:
 
     >>> import traceage as ta
     >>> versions_per_trace(ta.scan_spans("data/real-dump")).rows()
-    [(1, 17), (2, 25), (3, 22), (4, 13), (5, 3)]
+    [(1, 16), (2, 25), (3, 23), (4, 13), (5, 3)]
     """
     return TraceTally.of(spans).versions_per_trace()
 
@@ -63,7 +63,7 @@ def age_by_reward(spans: pl.LazyFrame | pl.DataFrame, quantiles: int = 4) -> pl.
     >>> import traceage as ta
     >>> by_reward = age_by_reward(ta.scan_spans("data/capture"))
     >>> by_reward.select("reward_quantile", "traces").rows()
-    [(1, 163), (2, 158), (3, 161), (4, 158)]
+    [(1, 160), (2, 161), (3, 159), (4, 160)]
     """
     return TraceTally.of(spans).age_by_reward(quantiles)
 
