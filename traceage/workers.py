@@ -8,11 +8,12 @@ scripts without a main guard.
 from __future__ import annotations
 
 import os
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import BrokenExecutor, Future
 from importlib import import_module
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -51,7 +52,8 @@ def ordered_map(
         while pending:
             done, future = pending.popleft()
             yield done, future.result()
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, BrokenExecutor):
+        _forget(executor)
         executor.shutdown(wait=False, kill_workers=True)
         raise
     finally:
@@ -67,12 +69,44 @@ def start_workers(workers: int, module: str) -> None:
     if workers >= 2:
         executor = _executor(workers)
         for _ in range(workers):
-            executor.submit(import_module, module)
+            executor.submit(_import, module)
+
+
+def _import(module: str) -> None:
+    import_module(module)
+
+
+class _Running(NamedTuple):
+    """The worker processes of this process, kept for the next reading."""
+
+    process: int
+    """Which process started them: not the one that it is in, after a fork."""
+    workers: int
+    executor: Any
+
+
+_lock = threading.Lock()
+_running: _Running | None = None
 
 
 def _executor(workers: int) -> Any:
-    from loky import get_reusable_executor
+    # loky keeps one executor a thread, and polars reads in a thread of its own: that would be new
+    # processes for each reading.
+    global _running
+    with _lock:
+        if _running is None or (_running.process, _running.workers) != (os.getpid(), workers):
+            from loky import ProcessPoolExecutor
 
-    # They count and decode; the threads that numpy would start for linear algebra take time.
-    environment = {"OPENBLAS_NUM_THREADS": "1"}
-    return get_reusable_executor(max_workers=workers, timeout=60, env=environment)
+            # They count and decode; threads for linear algebra would only take time to start.
+            environment = {"OPENBLAS_NUM_THREADS": "1"}
+            executor = ProcessPoolExecutor(workers, timeout=60, env=environment)
+            _running = _Running(os.getpid(), workers, executor)
+        return _running.executor
+
+
+def _forget(executor: Any) -> None:
+    """Do not use these processes again."""
+    global _running
+    with _lock:
+        if _running is not None and _running.executor is executor:
+            _running = None
