@@ -27,6 +27,9 @@ from traceage.sources import SourceFile
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+FIRST_BYTES = 1 << 20
+"""Content of the first part."""
+
 _INDEXED = {"step", "kind", "env", "group_id", "episode_id"}
 """Columns that a trace store's index can tell before the stream is read."""
 
@@ -41,15 +44,18 @@ class Plan:
     """Whether the query made it leave out anything."""
 
     def parts(self, files: Sequence[SourceFile]) -> Iterator[Part]:
+        """The parts to read, in order: the first ones small, for those who want only a few rows."""
+        first = FIRST_BYTES
         for file in files:
             if file.store is not None:
-                yield from self._store_parts(file)
+                yield from self._store_parts(file, first)
             elif not self.may_hold(file):
                 self.left_out = True
             elif file.format == "platform":
                 yield from platform_parts(file.path, self.what)
             else:
-                yield from parts_of(file.path, self._with_exports(file))
+                yield from parts_of(file.path, self._with_exports(file), first)
+            first = PART_BYTES
 
     def _conjuncts_on(self, known: set[str]) -> list[pl.Expr]:
         return [c for c in self.conjuncts if (r := set(c.meta.root_names())) and r <= known]
@@ -71,13 +77,13 @@ class Plan:
         exports = file.exports() if self.what.told_later(EXPORTED) else ()
         return self.what._replace(exports=exports)
 
-    def _store_parts(self, file: SourceFile) -> Iterator[Part]:
+    def _store_parts(self, file: SourceFile, first_bytes: int) -> Iterator[Part]:
         assert file.store is not None
         what = self.what._replace(annotations=(file.store.root, file.store.index_bytes()))
         conjuncts = self._conjuncts_on(_INDEXED)
         wanted = self._wanted_lines(file, conjuncts) if conjuncts else None
         if wanted is None:
-            yield from parts_of(file.path, what)
+            yield from parts_of(file.path, what, first_bytes)
             return
         offsets, keep = wanted
         self.left_out |= not keep.all()

@@ -252,9 +252,10 @@ def token_batches(
     spread = (needed - streams) | {"start", "length", "training_version", "version"}
     if "context_age" in needed:
         spread.add("context_version")
+    batch_tokens = min(TOKENS_PER_BATCH, n_rows or TOKENS_PER_BATCH)
 
     def frames() -> Iterator[pl.DataFrame]:
-        read = _frames(reader, plan, spread, ROWS_PER_BATCH, TOKENS_PER_BATCH)
+        read = _frames(reader, plan, spread, ROWS_PER_BATCH, batch_tokens)
         for spans, stamped in (piece for frame in read for piece in _in_pieces(*frame)):
             if of_spans:
                 # What is known of a whole run is decided before there is a row a token.

@@ -7,12 +7,14 @@ scripts without a main guard.
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import BrokenExecutor, Future
 from importlib import import_module
+from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
 T = TypeVar("T")
@@ -35,11 +37,13 @@ def ordered_map(
     """Each item with `function(item)`, in order; in this process when `workers` is below 2.
 
     Items are drawn as room comes up, so they may be produced lazily. An exception of `function`
-    is raised at its item's turn. Closing the iterator cancels what has not started.
+    is raised at its item's turn. Closing the iterator cancels what has not started. The first item
+    is done in this process: whoever wants no more than that starts no others.
     """
+    items = iter(items)
+    for item in items if workers < 2 else islice(items, 1):
+        yield item, function(item)
     if workers < 2:
-        for item in items:
-            yield item, function(item)
         return
     executor = _executor(workers)
     pending: deque[tuple[T, Future[R]]] = deque()
@@ -100,8 +104,16 @@ def _executor(workers: int) -> Any:
             # They count and decode; threads for linear algebra would only take time to start.
             environment = {"OPENBLAS_NUM_THREADS": "1"}
             executor = ProcessPoolExecutor(workers, timeout=60, env=environment)
+            if _running is None:
+                atexit.register(_stop)
             _running = _Running(os.getpid(), workers, executor)
         return _running.executor
+
+
+def _stop() -> None:
+    """End the worker processes, at the end of this one; they have nothing left to do."""
+    if _running is not None and _running.process == os.getpid():
+        _running.executor.shutdown(kill_workers=True)
 
 
 def _forget(executor: Any) -> None:

@@ -140,8 +140,13 @@ def platform_parts(path: str, what: What) -> Iterator[Part]:
         rows += metadata.row_group(group).num_rows
 
 
-def parts_of(path: str, what: What) -> Iterator[Part]:
-    """The parts of a file of lines, in order. A plain file is taken as long as it is now."""
+def parts_of(path: str, what: What, first_bytes: int = PART_BYTES) -> Iterator[Part]:
+    """The parts of a file of lines, in order. A plain file is taken as long as it is now.
+
+    The first part is of about `first_bytes`, and each one of twice as many as that before it, up to
+    `PART_BYTES`.
+    """
+    most = min(first_bytes, PART_BYTES)
     with open_or_sealed(path) as file:
         compression = compression_of(file)
         frames = seek_table(file) if compression == "zstd" else None
@@ -150,13 +155,17 @@ def parts_of(path: str, what: What) -> Iterator[Part]:
         start, stored = 0, 0
         for frame in frames:
             end, stored = frame.start + frame.size, stored + frame.stored_size
-            if end - start >= PART_BYTES or frame is frames[-1]:
+            if end - start >= most or frame is frames[-1]:
                 yield Part(path, what, start, end, stored=stored)
                 start, stored = end, 0
+                most = min(2 * most, PART_BYTES)
     elif compression == "plain":
-        for start in range(0, size, PART_BYTES):
-            end = min(size, start + PART_BYTES)
+        start = 0
+        while start < size:
+            end = min(size, start + most)
             yield Part(path, what, start, end, stored=end - start)
+            start = end
+            most = min(2 * most, PART_BYTES)
     elif size <= PART_BYTES // 2:
         yield Part(path, what, whole=True, stored=size)
     else:
