@@ -247,3 +247,29 @@ def test_capture_says_what_it_needs(tmp_path: Path) -> None:
     assert done.returncode == 0
     assert "probe" in done.stdout
     assert "--max-off-policy-steps" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["report", STEPS, "-o", "nowhere/r.html"], "no directory"),
+        (["report", STEPS, "-o", "."], "is a directory"),
+        (["report", STEPS, "-o", "r.html", "--compare", "nowhere"], "no such file"),
+        (["metrics", STEPS, "-o", "nowhere/m.json", "--format", "json"], "no directory"),
+    ],
+)
+def test_what_cannot_be_done_is_said_before_anything_is_read(
+    flags: list[str],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def read(*_: object, **__: object) -> None:
+        pytest.fail("it reads first")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("traceage.scan.register_io_source", read)
+    assert main(flags) == 2
+    assert said in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

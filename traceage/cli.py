@@ -224,8 +224,9 @@ def _report(options: argparse.Namespace) -> int:
         tally, summary = _tally(options, ["step"])
         metrics, summaries = tally.metrics(), [summary]
     else:
-        _start_workers(options)
         runs = [options.source] if options.compare is None else [options.source, options.compare]
+        _check_before_reading(options, runs)
+        _start_workers(options)
         studies, summaries = map(list, zip(*(_study(options, run) for run in runs), strict=True))
         metrics = studies[0].metrics
     from traceage.report import summary_table, write_report
@@ -235,6 +236,22 @@ def _report(options: argparse.Namespace) -> int:
         write_report(options.output, *studies, title="Token age by training step")
         _say(options, f"wrote {options.output}")
     return max(_close(options, summary) for summary in summaries)
+
+
+def _check_before_reading(
+    options: argparse.Namespace, runs: Sequence[str | list[str]] = ()
+) -> None:
+    """Raise at once what would otherwise be found when much has been read."""
+    from traceage.sources import find_files
+
+    for run in runs:
+        find_files(run, options.subset)
+    if options.output is not None:
+        folder = os.path.dirname(os.path.realpath(options.output))
+        if not os.path.isdir(folder):
+            raise FileNotFoundError(f"cannot write to {options.output}: no directory {folder}")
+        if os.path.isdir(options.output):
+            raise IsADirectoryError(f"cannot write to {options.output}: it is a directory")
 
 
 def _study(options: argparse.Namespace, source: str | list[str]) -> tuple[Study, ReadSummary]:
@@ -249,6 +266,7 @@ def _study(options: argparse.Namespace, source: str | list[str]) -> tuple[Study,
 def _metrics(options: argparse.Namespace) -> int:
     if options.format == "parquet" and options.output is None:
         raise ValueError("--format parquet needs a file to write: -o FILE")
+    _check_before_reading(options)
     by = [name.strip() for name in options.by.split(",") if name.strip()]
     tally, summary = _tally(options, by)
     metrics = tally.metrics()
