@@ -42,7 +42,7 @@ _SUMS = {
     "w": pl.col("w").sum(),
     "ww": (pl.col("w") ** 2).sum(),
     "outside": pl.col("outside").sum().cast(COUNT),
-    "given": pl.col("trainer_mismatch_kl").sum().cast(pl.Float64),
+    "given": pl.col("trainer_mismatch_kl").cast(pl.Float64).sum(),
     "given_tokens": pl.col("trainer_mismatch_kl").count().cast(COUNT),
 }
 """What is kept of an episode's tokens of one age."""
@@ -84,8 +84,8 @@ def mismatch_by_age(
         `r = trainer_logprob - logprob` and `w = exp(r)`:
 
         - `tokens`: those that both logprobs are known of (Int64); `missing`: one is null;
-          `non_finite`: one is infinite, or `w` is; both are left out of everything else;
-          `episodes`: that have such a token;
+          `non_finite`: one is infinite or NaN, or `w^2` is too large for a float; both are left
+          out of everything else; `episodes`: those with at least one of `tokens`;
         - `mean_log_ratio`: the mean of `r`; `mismatch_kl`: the mean of `w - r - 1` (the k3
           estimator of KL(engine || trainer)); `mismatch_k1`: of `-r`; `mismatch_k2`: of `r^2 / 2`,
           see http://joschu.net/blog/kl-approx.html. Nats a token (Float64);
@@ -95,10 +95,11 @@ def mismatch_by_age(
         - `importance_ratio_p01`, `..._p05`, `..._p50`, `..._p95`, `..._p99`: the smallest `w` that
           at least that share of the tokens does not exceed, to 0.01%;
         - `outside_clip`: share of the tokens whose `w` is outside `clip`;
-        - `ess_ratio`: `(sum w)^2 / (tokens * sum w^2)`, the effective sample size as a share;
+        - `ess_ratio`: `(sum w)^2 / (tokens * sum w^2)`, the effective sample size as a share; null
+          where every `w` is 0;
         - `kl_floor`: the mismatch KL that two equal policies would show because the stored
           logprobs are rounded: half the variance of the rounding, `10^-2d / 12` where both streams
-          have `d` decimals; 0 where they are not rounded;
+          have `d` decimals; a stream that is not rounded, or is all 0, adds nothing;
         - `trainer_mismatch_kl`: the mean of what the trainer itself logged as mismatch KL, never
           mixed with the recomputed one; null where it logged none.
 
@@ -163,18 +164,21 @@ class MismatchTally:
         low, high = self.clip
         engine, trainer = (pl.col(name).cast(pl.Float64) for name in ("logprob", "trainer_logprob"))
         ratio = trainer - engine
+        # A trainer's -inf gives a `w` of 0, yet no mean of `r`; and `ess_ratio` squares `w`.
+        finite = ratio.is_finite() & (2 * ratio).exp().is_finite()
         kept = batch.select(
             *self.by,
             pl.col("trainer_mismatch_kl"),
             episode=pl.col("episode_id").hash(0),
             missing=ratio.is_null(),
-            non_finite=~ratio.exp().is_finite(),
-            r=pl.when(ratio.exp().is_finite()).then(ratio),
+            non_finite=~finite,
+            r=pl.when(finite).then(ratio),
         ).with_columns(w=pl.col("r").exp())
         kept = kept.with_columns(outside=(pl.col("w") < low) | (pl.col("w") > high))
         sums = [sum.alias(name) for name, sum in _SUMS.items()]
         self._episodes.append(kept.group_by(*self.by, "episode").agg(sums))
-        cell = (pl.col("r") / _GRID).round().cast(pl.Int32, strict=False).alias("cell")
+        # Below -1000 every `w` is 0, and cells would leave their type.
+        cell = (pl.col("r").clip(-1000) / _GRID).round().cast(pl.Int32).alias("cell")
         grid = kept.drop_nulls("r").group_by(*self.by, cell).agg(pl.len().cast(COUNT).alias("n"))
         self._grid.append(grid)
         if len(self._episodes) >= 64:
@@ -220,7 +224,9 @@ class MismatchTally:
                 mean("k2").alias("mismatch_k2"),
                 "episode_mismatch_kl",
                 mean("outside").alias("outside_clip"),
-                pl.when(n > 0).then(pl.col("w") ** 2 / (n * pl.col("ww"))).alias("ess_ratio"),
+                pl.when(pl.col("ww") > 0)
+                .then(pl.col("w") ** 2 / (n * pl.col("ww")))
+                .alias("ess_ratio"),
                 pl.when(n > 0).then(self.kl_floor).alias("kl_floor"),
                 pl.when(pl.col("given_tokens") > 0)
                 .then(pl.col("given") / pl.col("given_tokens"))
@@ -323,14 +329,13 @@ class _Decimals:
 
     def see(self, values: pl.Series) -> None:
         """Take up more of the stream."""
-        # Of larger values float32 itself is too coarse.
-        values = values.filter(values.is_finite() & (values.abs() < 8)).cast(pl.Float64)
+        values = values.cast(pl.Float64)
+        # 0 is a multiple of everything: it tells no rounding from another.
+        values = values.filter(values.is_finite() & (values != 0))
         self._any |= len(values) > 0
-        while len(values) and self._least is not None:
-            scaled = values * 10**self._least
-            off = (scaled - scaled.round()).abs().max()
-            assert isinstance(off, float)
-            if off <= 8 * 2**-24 * 10**self._least + 1e-9:
+        while self._least is not None:
+            rounded = (values * 10**self._least).round() / 10**self._least
+            if (rounded.cast(pl.Float32) == values.cast(pl.Float32)).all():
                 return
             self._least = self._least + 1 if self._least < self.MOST else None
 
