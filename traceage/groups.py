@@ -4,8 +4,9 @@ Two groups are derived, both in bins that double: 0-31, 32-63, 64-127, 128-255, 
 by the first number in it.
 
 - `index_bin`: the place of a token in its completion. Runs are cut where a bin ends, so that there
-  is no row a token. A completion counts where its first token stands.
-- `completion_bin`: how many sampled tokens the completion has.
+  is no row a token. A completion counts where its first token stands; what has no token stands in
+  the first bin.
+- `completion_bin`: how many sampled tokens the completion has; null for what has no completion.
 """
 
 from __future__ import annotations

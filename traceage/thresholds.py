@@ -68,14 +68,17 @@ def masking(
         `max_age`; then
 
         - `tokens`, `kept_tokens` (Int64), `kept_share`: sampled tokens. A token without an age
-          counts as kept, as does an episode whose record does not tell its first policy;
+          counts as kept, as does an episode whose record has no `run`; an episode whose `run` names
+          no policy (a frozen one) has staleness 0;
         - `traces`, `lost_traces`: those that have tokens, and of them those that keep none;
         - `groups`, `lost_groups`: groups of rollouts of one task in one batch (`step`,
           `group_id`), and those that keep no trace; `small_groups`: those that had two episodes or
-          more and are left with fewer than two, among them the lost ones;
-        - `reward/all`, `reward/kept`; `completion_tokens/...` (sampled tokens of a completion);
-          `turns/...` (completions of a trace): means over traces, in which a trace counts with the
-          share of its tokens that is kept. Null where nothing is kept, or nothing scored.
+          more and are left with fewer than two, lost ones among them. Traces without tokens count
+          in no group;
+        - `reward/all`, `reward/kept`: means over scored traces; `turns/...` (completions of a
+          trace): over traces; `completion_tokens/...` (sampled tokens of a completion): over
+          completions. Of what is kept, a trace and its completions count with the share of its
+          tokens that is. Null where nothing is kept, or nothing scored.
 
     Raises:
         ValueError: for any other `by`.
@@ -124,7 +127,7 @@ def masking_of(tally: TraceTally, max_age: Sequence[int] | None = None) -> pl.Da
 def thresholds_of(traces: pl.DataFrame) -> list[int]:
     """0 and on to the age from which on no policy loses anything, thinned out where too many."""
     most: int = traces.select(pl.max_horizontal(pl.col("oldest", "staleness").max(), 0)).item()
-    every = -(-(most + 1) // _MOST_THRESHOLDS)
+    every = max(1, -(-most // (_MOST_THRESHOLDS - 1)))
     return sorted({*range(0, most + 1, every), most})
 
 
