@@ -10,16 +10,18 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import math
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple, TypedDict, TypeVar
 
 import zstandard
 
 Record = dict[str, Any]
 Metrics = dict[str, Any]
+Number = TypeVar("Number", int, float)
 
 
 class Extras(TypedDict, total=False):
@@ -82,6 +84,23 @@ class TokenRow:
     trainer_mismatch_kl: float | None = None
     branch: int | None = None
     branch_tokens: int | None = None
+
+    @property
+    def index_bin(self) -> int:
+        """The bin of the token's place; the first where there is no token."""
+        return bin_of(self.index or 0)
+
+    @property
+    def completion_bin(self) -> int | None:
+        return None if self.completion_tokens is None else bin_of(self.completion_tokens)
+
+
+def bin_of(number: int) -> int:
+    """The first number of the bin that holds a number: 0, then 32 and on in doubles."""
+    first, after = 0, 32
+    while number >= after:
+        first, after = after, 2 * after
+    return first
 
 
 # --- the message graph ----------------------------------------------------------------------------
@@ -470,11 +489,11 @@ def mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def quantile(ages: list[int], percent: int) -> int | None:
-    """The smallest age that at least `percent` % of the tokens do not exceed."""
-    for age in sorted(set(ages)):
-        if 100 * sum(1 for other in ages if other <= age) >= percent * len(ages):
-            return age
+def quantile(values: Sequence[Number], percent: int) -> Number | None:
+    """The smallest value that at least `percent` % of them do not exceed."""
+    for value in sorted(set(values)):
+        if 100 * sum(1 for other in values if other <= value) >= percent * len(values):
+            return value
     return None
 
 
@@ -571,6 +590,182 @@ def episode_staleness(row: TokenRow) -> tuple[int, int, int] | None:
     total = max(0, row.training_version - row.policy_start)
     in_flight = min(total, max(0, row.policy_end - row.policy_start))
     return total, in_flight, total - in_flight
+
+
+# --- token rows -> mismatch of engine and trainer -------------------------------------------------
+
+
+def mismatch_rows(
+    rows: Iterable[TokenRow], by: Sequence[str] = (), clip: tuple[float, float] = (0.8, 1.2)
+) -> list[Metrics]:
+    """One dict a group and age, sorted, nulls last; without the intervals, which chance decides."""
+    tokens = [row for row in rows if row.index is not None]
+    streams = ([t.logprob for t in tokens], [t.trainer_logprob for t in tokens])
+    floor = sum(rounding_variance(stream) for stream in streams) / 2
+    groups: dict[tuple[Any, ...], list[TokenRow]] = {}
+    for token in tokens:
+        key = (*(getattr(token, column) for column in by), token.age)
+        groups.setdefault(key, []).append(token)
+    return [
+        {
+            **dict(zip([*by, "age"], key, strict=True)),
+            **mismatch(groups[key], clip, floor),
+        }
+        for key in sorted(groups, key=nulls_last)
+    ]
+
+
+def nulls_last(key: Sequence[Any]) -> list[tuple[bool, Any]]:
+    return [(part is None, part) for part in key]
+
+
+def log_ratio(token: TokenRow) -> float | None:
+    if token.logprob is None or token.trainer_logprob is None:
+        return None
+    return token.trainer_logprob - token.logprob
+
+
+def usable_ratio(token: TokenRow) -> bool:
+    """The ratio of the two probabilities, and its square, are finite numbers."""
+    r = log_ratio(token)
+    if r is None or not math.isfinite(r):
+        return False
+    try:
+        math.exp(2 * r)
+    except OverflowError:
+        return False
+    return True
+
+
+def mismatch(tokens: list[TokenRow], clip: tuple[float, float], floor: float) -> Metrics:
+    """The figures of the tokens of one group and age."""
+    usable = [token for token in tokens if usable_ratio(token)]
+    missing = [token for token in tokens if log_ratio(token) is None]
+    logged = [kl for token in tokens if (kl := token.trainer_mismatch_kl) is not None]
+    ratios = [r for token in usable if (r := log_ratio(token)) is not None]
+    weights = [math.exp(r) for r in ratios]
+    episodes: dict[str, list[float]] = {}
+    for token, r, w in zip(usable, ratios, weights, strict=True):
+        episodes.setdefault(token.episode_id, []).append(w - r - 1)
+    of_episodes = [sum(k3) / len(k3) for k3 in episodes.values()]
+    return {
+        "tokens": len(usable),
+        "episodes": len(episodes),
+        "missing": len(missing),
+        "non_finite": len(tokens) - len(missing) - len(usable),
+        "mean_log_ratio": mean(ratios),
+        "mismatch_kl": mean([w - r - 1 for r, w in zip(ratios, weights, strict=True)]),
+        "mismatch_k1": mean([-r for r in ratios]),
+        "mismatch_k2": mean([r * r / 2 for r in ratios]),
+        "episode_mismatch_kl": mean(of_episodes),
+        **{f"importance_ratio_p{q:02}": quantile(weights, q) for q in (1, 5, 50, 95, 99)},
+        "outside_clip": mean([float(not clip[0] <= w <= clip[1]) for w in weights]),
+        "ess_ratio": effective_share(weights),
+        "kl_floor": floor if weights else None,
+        "trainer_mismatch_kl": mean(logged),
+    }
+
+
+def effective_share(weights: list[float]) -> float | None:
+    """The effective sample size of weighted tokens, as a share of how many there are."""
+    squares = sum(w * w for w in weights)
+    return sum(weights) ** 2 / (len(weights) * squares) if squares else None
+
+
+def rounding_variance(stream: Iterable[float | None]) -> float:
+    """Of the error of a stream rounded to 5 decimals or fewer; 0 if it is not, or is all zeros."""
+    values = [value for value in stream if value and math.isfinite(value)]
+    for decimals in range(6):
+        if values and all(single(round(value, decimals)) == single(value) for value in values):
+            return float(10 ** (-2 * decimals) / 12)
+    return 0.0
+
+
+# --- token rows -> what limits on staleness leave -------------------------------------------------
+
+POLICIES = ("token", "trace", "episode")
+
+
+def masking_rows(
+    rows: Iterable[TokenRow], thresholds: Iterable[int], by: Sequence[str] = ()
+) -> list[Metrics]:
+    """One dict a group, policy and threshold, in that order."""
+    traces: dict[tuple[Any, ...], list[TokenRow]] = {}
+    for row in rows:
+        if row.trace_id is not None and row.shipped is not False:
+            traces.setdefault((row.step, row.episode_id, row.trace_id), []).append(row)
+    groups: dict[tuple[Any, ...], list[list[TokenRow]]] = {} if by else {(): []}
+    for trace in traces.values():
+        if any(row.index is not None for row in trace):
+            key = tuple(getattr(trace[0], column) for column in by)
+            groups.setdefault(key, []).append(trace)
+    thresholds = sorted(set(thresholds))
+    return [
+        {
+            **dict(zip(by, key, strict=True)),
+            "policy": policy,
+            "max_age": k,
+            **masked(groups[key], policy, k),
+        }
+        for key in sorted(groups, key=nulls_last)
+        for policy in POLICIES
+        for k in thresholds
+    ]
+
+
+def kept_tokens(trace: list[TokenRow], policy: str, k: int) -> int:
+    """How many tokens of a trace a limit leaves."""
+    tokens = [row for row in trace if row.index is not None]
+    if policy == "token":
+        return sum(1 for token in tokens if token.age is None or token.age <= k)
+    if policy == "trace":
+        oldest = max((token.age for token in tokens if token.age is not None), default=None)
+        return len(tokens) if oldest is None or oldest <= k else 0
+    staleness = episode_staleness(trace[0])
+    return len(tokens) if staleness is None or staleness[0] <= k else 0
+
+
+def masked(traces: list[list[TokenRow]], policy: str, k: int) -> Metrics:
+    """The figures of one policy and threshold over traces that have tokens."""
+    tokens = [sum(1 for row in trace if row.index is not None) for trace in traces]
+    turns = [len({row.node for row in trace if row.node is not None}) for trace in traces]
+    kept = [kept_tokens(trace, policy, k) for trace in traces]
+    members: dict[tuple[Any, ...], set[str]] = {}
+    left: dict[tuple[Any, ...], set[str]] = {}
+    for trace, count in zip(traces, kept, strict=True):
+        row = trace[0]
+        if row.group_id is not None:
+            group = (row.step, row.group_id)
+            members.setdefault(group, set()).add(row.episode_id)
+            left.setdefault(group, set()).update([row.episode_id] if count else [])
+    figures: Metrics = {
+        "tokens": sum(tokens),
+        "kept_tokens": sum(kept),
+        "kept_share": sum(kept) / sum(tokens) if traces else None,
+        "traces": len(traces),
+        "lost_traces": kept.count(0),
+        "groups": len(members),
+        "lost_groups": sum(1 for group in members if not left[group]),
+        "small_groups": sum(1 for g in members if len(members[g]) >= 2 and len(left[g]) < 2),
+    }
+    shares = [count / of for count, of in zip(kept, tokens, strict=True)]
+    weights = {"all": [1.0] * len(traces), "kept": shares}
+    rewards = [trace[0].reward for trace in traces]
+    for of, weight in weights.items():
+        scored = [(r, w) for r, w in zip(rewards, weight, strict=True) if r is not None]
+        figures[f"reward/{of}"] = weighted_mean(scored)
+    for of, weight in weights.items():
+        # Each completion of a trace counts as the trace does.
+        pairs = [(n / t, t * w) for n, t, w in zip(tokens, turns, weight, strict=True)]
+        figures[f"completion_tokens/{of}"] = weighted_mean(pairs)
+    for of, weight in weights.items():
+        figures[f"turns/{of}"] = weighted_mean(list(zip(turns, weight, strict=True)))
+    return figures
+
+
+def weighted_mean(pairs: Sequence[tuple[float, float]]) -> float | None:
+    total = sum(weight for _, weight in pairs)
+    return sum(value * weight for value, weight in pairs) / total if total else None
 
 
 # --- stored files -> records ----------------------------------------------------------------------
