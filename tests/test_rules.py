@@ -159,6 +159,34 @@ def test_episode_staleness_in_flight_and_in_queue(tmp_path: Path) -> None:
     assert (row["off_policy/in_queue/mean"], row["off_policy/in_queue/max"]) == (2 / 4, 2)
 
 
+def test_token_age_in_flight_and_in_queue(tmp_path: Path) -> None:
+    slow = trace("a", node(("4", 0, 2), ("7", 2, 8), ("default", 8, 9)))
+    at_step(
+        tmp_path,
+        10,
+        episode("slow", slow, policy=(4, 7)),  # 2 tokens of 3 + 2, 6 of 0 + 2
+        episode("late", trace("b", node(("9", 0, 4))), policy=(8, 8)),  # 4 of -1 + 1
+        episode("frozen", trace("c", node(("3", 0, 10)))),  # no policy to tell by
+        {"id": "bare", "traces": [trace("d", node(("1", 0, 10)))]},
+    )
+    [row] = metrics(tmp_path)
+    token = "off_policy/token"
+    assert row[f"{token}/in_flight/mean"] == pytest.approx((2 * 3 + 6 * 0 - 4) / 12)
+    assert row[f"{token}/in_flight/max"] == 3
+    assert row[f"{token}/in_queue/mean"] == pytest.approx((2 * 2 + 6 * 2 + 4 * 1) / 12)
+    assert row[f"{token}/in_queue/max"] == 2
+    # Of the tokens of a policy the two make up the age; the others have an age alone.
+    assert row[f"{token}/mean"] == pytest.approx((2 * 5 + 6 * 2 + 0 + 10 * 6 + 10 * 8) / 32)
+
+
+def test_where_no_policy_is_told_there_is_no_flight_nor_queue(tmp_path: Path) -> None:
+    at_step(tmp_path, 10, episode("frozen", trace("c", node(("3", 0, 10)))))
+    [row] = metrics(tmp_path)
+    assert row["off_policy/token/max"] == 6
+    for name in ("in_flight/mean", "in_flight/max", "in_queue/mean", "in_queue/max"):
+        assert row[f"off_policy/token/{name}"] is None
+
+
 def test_an_episode_without_tokens_is_an_episode(tmp_path: Path) -> None:
     at_step(
         tmp_path,

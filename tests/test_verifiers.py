@@ -282,9 +282,10 @@ def test_batch_metrics_of_objects_and_records(tmp_path: Path, version: int | Non
     told: Any = "step-1" if version is None else version
     spans = ta.scan_spans(path, step=STEP, training_version=told)
     (row,) = ta.off_policy_metrics(spans).to_dicts()
-    for name, value in row.items():
-        if name.startswith("off_policy/"):
-            assert of_objects[name] == value, name
+    figures = {name: value for name, value in row.items() if name.startswith("off_policy/")}
+    assert None not in figures.values()
+    assert len(figures) == 16
+    assert of_objects == figures | {"off_policy/token/coverage": row["coverage"]}
 
 
 def test_wire_episodes_validated_from_the_record_give_the_same() -> None:
