@@ -20,6 +20,7 @@ from traceage.figures.style import (
     legend,
     new_figure,
     percent,
+    plain,
     require,
     say,
     signed,
@@ -553,7 +554,7 @@ def _largest_groups(
 ) -> tuple[list[tuple[str, pl.DataFrame]], int]:
     """The groups with the most sampled tokens, in the order of their names, and how many more."""
     parts = [
-        (", ".join("-" if value is None else str(value) for value in key), part)
+        (", ".join("-" if value is None else plain(value) for value in key), part)
         for key, part in frame.partition_by(groups, as_dict=True, maintain_order=True).items()
     ]
     parts.sort(key=lambda part: (-int(part[1]["sampled_tokens"].sum()), part[0]))

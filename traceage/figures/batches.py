@@ -212,10 +212,10 @@ def _rows_of(runs: pl.DataFrame) -> tuple[pl.DataFrame, int, int]:
         right=pl.col("length").cum_sum().over(key)
     )
     runs = runs.with_columns(left=pl.col("right") - pl.col("length"))
-    # A gap before each completion but the first, as wide as a hair.
-    gap = pl.col("right").max() / 300
+    # A gap before each completion but the first, as wide as a hair; half of a run stays in sight.
+    gap = pl.min_horizontal(pl.col("right").max() / 300, pl.col("length") / 2)
     later = (pl.col("start") == 0) & (pl.col("left") > 0)
-    begin = pl.min_horizontal(pl.col("left") + gap, "right")
+    begin = pl.col("left") + gap
     runs = runs.with_columns(pl.when(later).then(begin).otherwise("left").alias("from"))
     traces = (
         runs.group_by(key, maintain_order=True)
@@ -230,8 +230,8 @@ def _rows_of(runs: pl.DataFrame) -> tuple[pl.DataFrame, int, int]:
 
 
 def _name_of(runs: pl.DataFrame, k: int) -> str:
-    versions = runs.filter(pl.col("age") == k)["version"]
-    return f"v{signed(versions.item(0))} (age {k})" if len(versions) else f"age {k}"
+    versions = runs.filter(pl.col("age") == k)["version"].unique()
+    return f"v{signed(versions.item())} (age {k})" if len(versions) == 1 else f"age {k}"
 
 
 # --- places in a completion ---------------------------------------------------------------------
@@ -284,8 +284,10 @@ def draw_by_index(counts: pl.DataFrame, *, ax: Axes | None = None, theme: Theme 
     names = [bin_name(first) for first in bins["index_bin"]]
     every = -(-len(names) // 9)
     ax.set_xticks(range(0, len(names), every), names[::every])
-    span = value_range(pl.concat([bins["mean"], bins["p95"].cast(pl.Float64)]))
+    span = value_range(pl.concat([bins[q].cast(pl.Float64) for q in ("mean", "p50", "p95")]))
     assert span is not None
+    if span[0] < 0:
+        ax.axhline(0, color=theme.fault, lw=1.1, ls=(0, (4, 2)), label="below: labelling fault")
     ax.set_ylim(min(0.0, span[0] * 1.1), max(1.0, span[1] * 1.12))
     ax.yaxis.set_major_locator(MaxNLocator(6, integer=True))
     legend(ax, theme)

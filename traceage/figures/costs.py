@@ -16,6 +16,7 @@ from traceage.figures.style import (
     percent,
     require,
     say,
+    signed,
     style_axes,
     title,
 )
@@ -97,12 +98,13 @@ def draw_mismatch(table: pl.DataFrame, *, ax: Axes | None = None, theme: Theme =
         )
     if not log:
         ax.set_ylim(min(0.0, float(low.min())), float(high.max()) * 1.1 or 1e-6)
-    share = rows["tokens"] / rows["tokens"].sum()
+    shares = rows["tokens"] / rows["tokens"].sum()
     every = -(-rows.height // 16)
-    ax.set_xticks(
-        at[::every],
-        [f"{age}\n{percent(s)}" for age, s in zip(rows["age"], share, strict=True)][::every],
-    )
+    named = list(zip(rows["age"], shares, strict=True))[::every]
+    ax.set_xticks(at[::every], [f"{signed(age)}\n{percent(share)}" for age, share in named])
+    for (age, _), tick in zip(named, ax.get_xticklabels(), strict=True):
+        if age < 0:
+            tick.set_color(theme.fault)
     ax.set_xlim(-0.5, rows.height - 0.5)
     legend(ax, theme)
     return figure

@@ -107,21 +107,26 @@ def inline_svg(
     head, body = svg.split(">", 1)
     box = re.search(r'viewBox="[^"]*"', head)
     assert box is not None
-    body = body.replace("xlink:href=", "href=")
     used = set(re.findall(r'(?:url\(#|href="#)([^")]+)', body))
+    variables = {} if theme else {colour: name for name, colour in _colours(LIGHT).items()}
 
-    def own_id(match: re.Match[str]) -> str:
-        return f' id="{key}-{match[1]}"' if match[1] in used else ""
+    def colour(found: re.Match[str]) -> str:
+        return f"var(--{variables[found[0]]})" if found[0] in variables else found[0]
 
-    body = re.sub(r' id="([^"]*)"', own_id, body)
-    body = re.sub(r'(url\(#|href="#)', rf"\g<1>{key}-", body)
-    body = re.sub(r"font: ([\d.]+px) [^;\"]*", r"font-size: \1", body)
+    def own_id(found: re.Match[str]) -> str:
+        return f' id="{key}-{found[1]}"' if found[1] in used else ""
+
+    def of_the_page(found: re.Match[str]) -> str:
+        tag = found[0].replace("xlink:href=", "href=")
+        tag = re.sub(r' id="([^"]*)"', own_id, tag)
+        tag = re.sub(r'(url\(#|href="#)', rf"\g<1>{key}-", tag)
+        tag = re.sub(r"font: ([\d.]+px) [^;\"]*", r"font-size: \1", tag)
+        tag = re.sub(r"font-family: [^;\"]*(; )?", "", tag)
+        return re.sub(r"#[0-9a-f]{6}\b", colour, tag)
+
+    # Only what matplotlib wrote: a name in a legend may look like an id or a colour.
+    body = re.sub(r"<[^>]*>", of_the_page, body)
     body = re.sub(r"\n\s*", "\n", body)
-    if theme is None:
-        names = {colour: name for name, colour in _colours(LIGHT).items()}
-        body = re.sub(
-            r"#[0-9a-f]{6}\b", lambda m: f"var(--{names[m[0]]})" if m[0] in names else m[0], body
-        )
     return f'<svg {box[0]} role="img" aria-label="{html.escape(label)}">{body}'
 
 
@@ -277,6 +282,13 @@ def contrast(ramp: Sequence[str], value: float) -> str:
 
 def signed(value: int) -> str:
     return str(value).replace("-", "\u2212")
+
+
+def plain(value: Any) -> str:
+    """Any value as text on one line; control characters are written out."""
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in str(value)
+    )
 
 
 def percent(share: float, decimals: int = 1) -> str:

@@ -11,7 +11,6 @@ import json
 import math
 import os
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import polars as pl
@@ -19,7 +18,7 @@ import polars as pl
 from traceage.figures.ages import draw_heatmap, draw_staleness
 from traceage.figures.batches import draw_by_index, draw_distribution, draw_timeline
 from traceage.figures.costs import NAMES, draw_masking, draw_mismatch
-from traceage.figures.style import DARK, LIGHT, Theme, by_columns, inline_svg, percent
+from traceage.figures.style import DARK, LIGHT, Theme, by_columns, inline_svg, percent, plain
 from traceage.output import replacing
 from traceage.report.style import POLICY, STYLE
 from traceage.report.table import (
@@ -30,7 +29,6 @@ from traceage.report.table import (
     masking_columns,
     mean,
     mismatch_columns,
-    plain,
     reward_columns,
     versions_columns,
 )
@@ -226,15 +224,15 @@ def _ages(study: Study) -> str:
         )
     else:
         blocks.append("<p>Group by step to see the metrics over the run.</p>")
-    named = ", ".join(by)
-    blocks.append(_table(metrics, columns_of(metrics), f"by {named}", "by-step", _TABLE_KEY))
+    named = f"by {', '.join(by)}" if by else "of all tokens"
+    blocks.append(_table(metrics, columns_of(metrics), named, "by-step", _TABLE_KEY))
     with_ages = counts.filter(pl.col("tokens") > 0)
     if "step" in counts.columns and not with_ages.is_empty():
         blocks.append(
             _figure(
                 lambda theme: draw_distribution(counts, None, theme=theme),
                 "last",
-                "Share of the labelled tokens of the last step by age.",
+                _describe_last(with_ages),
                 "The last step alone.",
             )
         )
@@ -311,7 +309,7 @@ def _waits(study: Study) -> str:
     )
 
 
-def _mismatch(study: Study) -> str:
+def _mismatch(study: Study, key: str = "kl") -> str:
     table = study.mismatch
     if table is None:
         return _missing(NO_TRAINER)
@@ -323,7 +321,7 @@ def _mismatch(study: Study) -> str:
     )
     figure = _figure(
         lambda theme: draw_mismatch(table, theme=theme),
-        "kl",
+        key,
         "Mismatch KL between engine and trainer by token age, with intervals. "
         + "; ".join(
             f"age {row['age']}: {row['mismatch_kl']:.3g}"
@@ -332,17 +330,17 @@ def _mismatch(study: Study) -> str:
         "The mean of exp(r) - r - 1 over the tokens of an age, r being the trainer's logprob less"
         f" the engine's. Bars: 95% bootstrap intervals over episodes.{rounded}",
     )
-    fold = _table(table, mismatch_columns(table), "mismatch by age", "by-age")
+    fold = _table(table, mismatch_columns(table), "mismatch by age", f"{key}-table")
     return f"{figure}\n{fold}"
 
 
-def _limits(study: Study) -> str:
+def _limits(study: Study, key: str = "mask") -> str:
     table = study.masking
     if table is None or not table["tokens"].sum():
         return _missing("No tokens that a batch trained on were counted by trace.")
     figure = _figure(
         lambda theme: draw_masking(table, theme=theme),
-        "mask",
+        key,
         "Share of the tokens that each policy keeps at each threshold, and how reward and length of"
         " what is kept differ from all of it. The table has the figures.",
         "Three policies in use: mask single tokens older than the threshold, drop traces that hold"
@@ -350,7 +348,7 @@ def _limits(study: Study) -> str:
         " Below, the bias: the mean reward and the length of completions of what is kept, against"
         " those of all.",
     )
-    fold = _table(table, masking_columns(table, NAMES), "by policy and threshold", "by-limit")
+    fold = _table(table, masking_columns(table, NAMES), "by policy and threshold", f"{key}-table")
     return f"{figure}\n{fold}"
 
 
@@ -402,59 +400,49 @@ def _compare(one: Study, other: Study) -> str:
         f"<table><thead><tr><th></th>{heads}</tr></thead><tbody>{''.join(answers)}</tbody></table>",
         "</div>",
     ]
-    frames = [
-        study.metrics.filter(pl.col("step").is_not_null()).select(
-            "step", pl.lit(name).alias("run"), pl.exclude("step")
+    if "step" in one.metrics.columns and "step" in other.metrics.columns:
+        frames = [
+            study.metrics.filter(pl.col("step").is_not_null()).select(
+                "step", pl.lit(name).alias("run"), pl.exclude("step")
+            )
+            for name, study in zip(names, (one, other), strict=True)
+        ]
+        both = pl.concat(frames).sort("step", maintain_order=True)
+        blocks.append(
+            _figure(
+                lambda theme: draw_staleness(both, theme=theme),
+                "two",
+                "Mean token age and episode staleness of both runs over the steps. The table has"
+                " the figures.",
+                "The mean token age of each run, and the mean staleness of its episodes.",
+            )
         )
-        for name, study in zip(names, (one, other), strict=True)
-    ]
-    both = pl.concat(frames)
-    blocks.append(
-        _figure(
-            lambda theme: draw_staleness(both, theme=theme),
-            "two",
-            "Mean token age and episode staleness of both runs over the steps.",
-            "The mean token age of each run, and the mean staleness of its episodes.",
-        )
-    )
-    blocks.append(_pair(names, "two-kl", draw_mismatch, [one.mismatch, other.mismatch], NO_TRAINER))
-    nothing = "No tokens that a batch trained on were counted by trace."
-    blocks.append(_pair(names, "two-mask", draw_masking, [one.masking, other.masking], nothing))
+        blocks.append(_table(both, columns_of(both), "by step and run", "two-table"))
+    for what, key, section in (
+        ("Mismatch by age", "kl", _mismatch),
+        ("What a limit would do", "mask", _limits),
+    ):
+        halves = [
+            f"<div>\n<h3>{what}: {_text(name)}</h3>\n{section(study, f'two-{key}-{k}')}\n</div>"
+            for k, (name, study) in enumerate(zip(names, (one, other), strict=True))
+        ]
+        blocks += ['<div class="pair">', *halves, "</div>"]
     return "\n".join(blocks)
 
 
-def _pair(
-    names: Sequence[str],
-    key: str,
-    draw: Callable[..., Any],
-    tables: Sequence[pl.DataFrame | None],
-    nothing: str,
-) -> str:
-    """One figure of both runs, side by side."""
-    halves = []
-    for k, (name, table) in enumerate(zip(names, tables, strict=True)):
-        if table is None:
-            half = _missing(f"{name}: {nothing}")
-        else:
-            of_run = partial(_in_theme, draw, table)
-            label = f"{name}: as in the section on one run."
-            half = _figure(of_run, f"{key}-{k}", label, _text(name))
-        halves.append(f"<div>{half}</div>")
-    return f'<div class="pair">{"".join(halves)}</div>'
-
-
-def _in_theme(draw: Callable[..., Any], table: pl.DataFrame, theme: Theme) -> Any:
-    return draw(table, theme=theme)
-
-
 def _two_names(one: Study, other: Study) -> tuple[str, str]:
-    """What two runs are called: the end of their paths from where these differ."""
+    """What two runs are called: their paths, without the folders that both begin with."""
     paths = [
         ", ".join(os.path.normpath(os.fspath(source)) for source in study.sources) or "-"
         for study in (one, other)
     ]
     if paths[0] == paths[1]:
         return f"{paths[0]} (first)", f"{paths[1]} (second)"
+    if len(one.sources) == len(other.sources) == 1:
+        parts = [path.split(os.sep) for path in paths]
+        pairs = enumerate(zip(*parts, strict=False))
+        shared = next((k for k, (a, b) in pairs if a != b), min(map(len, parts)) - 1)
+        paths = [os.sep.join(part[shared:]) for part in parts]
     return paths[0], paths[1]
 
 
@@ -495,6 +483,19 @@ def _describe_ages(counts: pl.DataFrame) -> str:
         f" The most frequent age is {age}, with {percent(tokens / ages['tokens'].sum())} of the"
         " labelled tokens."
     )
+
+
+def _describe_last(with_ages: pl.DataFrame) -> str:
+    step: Any = with_ages["step"].max()
+    ages = with_ages.filter(pl.col("step") == step).group_by("age").agg(pl.col("tokens").sum())
+    most = ages.sort("tokens", "age", descending=[True, False]).head(_AGES_SAID)
+    shares = [f"age {age}: {percent(n / ages['tokens'].sum())}" for age, n in most.iter_rows()]
+    more = f" and {ages.height - len(shares)} more ages" if ages.height > len(shares) else ""
+    return f"Share of the labelled tokens of step {step} by age. {'; '.join(shares)}{more}."
+
+
+_AGES_SAID = 12
+"""What a text alternative names of the ages of a step."""
 
 
 def _describe_steps(metrics: pl.DataFrame) -> str:

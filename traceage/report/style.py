@@ -18,6 +18,7 @@ font:15px/1.55 system-ui,-apple-system,"Segoe UI",Roboto,"Helvetica Neue",Arial,
 main{max-width:1120px;margin:0 auto;padding:32px 24px 48px}
 h1{font-size:26px;line-height:1.25;margin:0 0 20px;overflow-wrap:anywhere}
 h2{font-size:17px;margin:32px 0 10px}
+h3{font-size:14px;margin:16px 0 8px;overflow-wrap:anywhere}
 p{margin:0 0 12px;max-width:76ch}
 code{font:13px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace;overflow-wrap:anywhere}
 ul{margin:0 0 8px;padding-left:20px}

@@ -11,7 +11,7 @@ from typing import Any
 import polars as pl
 
 from traceage.figures.batches import bin_name
-from traceage.figures.style import by_columns, percent
+from traceage.figures.style import by_columns, percent, plain
 
 Row = dict[str, Any]
 
@@ -53,13 +53,6 @@ def integer(value: Any) -> str:
 
 def mean(value: Any) -> str:
     return f"{value:,.2f}"
-
-
-def plain(value: Any) -> str:
-    """Any value as text on one line; control characters are written out."""
-    return "".join(
-        c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in str(value)
-    )
 
 
 _AGE = "token age"

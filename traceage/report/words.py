@@ -97,9 +97,10 @@ def _mismatch(study: Study) -> Finding:
     rows = study.mismatch.filter(pl.col("age").is_not_null(), pl.col("tokens") > 0)
     # What little of the oldest tokens says is in the figure, and not quoted.
     many = rows.filter(pl.col("tokens") >= 0.01 * pl.col("tokens").sum()).sort("age")
-    if study.trend is None or many.height < 2:
+    if study.trend is None or rows.height < 2:
         return Finding(question, "Not told.", "The tokens have one age, or are of one episode.")
-    first, last = many.row(0, named=True), many.row(-1, named=True)
+    ends = many if many.height > 1 else rows.sort("age")
+    first, last = ends.row(0, named=True), ends.row(-1, named=True)
     slope, low, high = (f"{value:.2g}" for value in study.trend)
     said = (
         f"Mismatch KL is {first['mismatch_kl']:.2g} nats a token at age {first['age']} and"
