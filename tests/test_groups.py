@@ -26,7 +26,7 @@ Weighting = Literal["nodes", "branches"]
 DATA = Path(__file__).parent.parent / "data"
 
 few = settings(
-    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )
 
 weightings: st.SearchStrategy[Weighting] = st.sampled_from(("nodes", "branches"))

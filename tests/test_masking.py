@@ -28,7 +28,7 @@ from traceage.traces import TraceTally
 DATA = Path(__file__).parent.parent / "data"
 
 few = settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )
 
 Run = tuple[int | None, int]
@@ -99,7 +99,7 @@ def test_every_figure(tmp_path: Path) -> None:
     two = trace("t2", [(1, 4)], [(1, 2), (None, 2)], reward=0.0)
     records = [episode("e1", one, start=2, group="g"), episode("e2", two, start=0, group="g")]
     table = ta.masking(spans_of(tmp_path, (5, records)), max_age=[1, 2, 3, 4])
-    whole = {
+    whole: Metrics = {
         "tokens": 18,
         "traces": 2,
         "groups": 1,
@@ -153,7 +153,7 @@ def test_every_figure(tmp_path: Path) -> None:
         "completion_tokens/kept": (10 + 8 * 0.25) / (1 + 2 * 0.25),
         "turns/kept": (1 + 2 * 0.25) / 1.25,
     }
-    expected = {
+    expected: dict[tuple[str, int], Metrics] = {
         ("token", 1): youngest,
         ("token", 2): younger,
         ("token", 3): everything,
@@ -445,7 +445,8 @@ def test_a_mask_keeps_order_and_unknown_ages() -> None:
     expected = [False, True, True, True, True, False]
     for tokens in (ages, ages.lazy()):
         mask = ta.staleness_mask(tokens, 2)
-        assert (mask.name, mask.dtype) == ("staleness_mask", pl.Boolean)
+        assert mask.name == "staleness_mask"
+        assert mask.dtype == pl.Boolean
         assert mask.to_list() == expected
     assert ta.staleness_mask(ages.clear(), 2).to_list() == []
     trained = pl.DataFrame(
