@@ -69,9 +69,9 @@ def draw_distribution(
     there = counts.filter(pl.col("tokens") > 0, pl.col("step").is_not_null())
     if step is None:
         step = there.select(pl.col("step").max()).item()
+    if step not in there["step"]:
+        raise ValueError(f"no token with an age{'' if step is None else f' in step {step}'}")
     ages = there.filter(pl.col("step") == step).group_by("age").agg(pl.col("tokens").sum())
-    if ages.is_empty():
-        raise ValueError(f"no token with an age in step {step}")
     edges = age_row_edges(*ages.select(low=pl.col("age").min(), high=pl.col("age").max()).row(0))
     bar = np.searchsorted(edges, ages["age"].to_numpy(), side="right") - 1
     tokens = ages["tokens"].to_numpy()

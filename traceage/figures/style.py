@@ -198,8 +198,9 @@ def style_axes(ax: Axes, theme: Theme) -> None:
     ax.spines[["top", "right", "left"]].set_visible(False)
     ax.spines["bottom"].set_color(theme.muted)
     ax.spines["bottom"].set_zorder(5)
-    ax.tick_params(colors=theme.muted, labelsize=8, length=3)
-    ax.tick_params(axis="y", length=0)
+    ax.tick_params(which="both", colors=theme.muted)
+    ax.tick_params(labelsize=8, length=3)
+    ax.tick_params(axis="y", which="both", length=0)
     ax.xaxis.label.set(color=theme.ink, fontsize=8.5)
     ax.yaxis.label.set(color=theme.ink, fontsize=8.5)
 

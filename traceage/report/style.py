@@ -37,7 +37,7 @@ summary{cursor:pointer;padding:6px 2px;color:var(--muted)}
 .missing{padding:10px 16px;background:var(--card);border:1px dashed var(--rule);border-radius:8px;
 max-width:none;color:var(--muted)}
 .pair{display:grid;grid-template-columns:repeat(2,minmax(0,1fr));gap:0 16px}
-.pair figure svg{min-width:440px}
+@media(min-width:761px){.pair figure svg{min-width:0}}
 .scroll+figure{margin-top:16px}
 td.words{white-space:normal;min-width:16rem;vertical-align:top}
 em{font-style:normal;font-weight:600}
