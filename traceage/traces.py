@@ -58,7 +58,7 @@ def age_by_reward(spans: pl.LazyFrame | pl.DataFrame, quantiles: int = 4) -> pl.
 
     Returns a row a part, sorted: `reward_quantile` (Int32, from 1; null for traces without a
     reward), `reward_min`, `reward_max` (Float64), `traces`, `labelled_tokens` (Int64) and
-    `off_policy/token/{mean,max,p50,p95,p99}`, as `off_policy_metrics` has them.
+    `off_policy/token/{mean,max,min,p50,p95,p99}`, as `off_policy_metrics` has them.
 
     >>> import traceage as ta
     >>> by_reward = age_by_reward(ta.scan_spans("data/capture"))
@@ -185,6 +185,7 @@ class TraceTally:
             how="left",
             nulls_equal=True,
         )
+        table = table.with_columns(pl.col("labelled_tokens").fill_null(0))
         figures = age_figures(ages, ["reward_quantile"])
         return table.join(figures, on="reward_quantile", how="left", nulls_equal=True).sort(
             "reward_quantile", nulls_last=True
