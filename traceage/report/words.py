@@ -77,7 +77,8 @@ def _worse(study: Study) -> Finding:
     # A run starts with nothing in flight: its first third says little.
     third = len(means) // 3
     if third < 3:
-        return Finding(question, "Too early to tell.", f"{len(means)} steps have tokens with ages.")
+        why = f"It takes nine steps that have tokens with ages; the run has {len(means)}."
+        return Finding(question, "Too early to tell.", why)
     middle, last = means[third : 2 * third], means[-third:]
     before, after = (float(part.to_numpy().mean()) for part in (middle, last))
     spread = math.sqrt(sum(float(part.to_numpy().var(ddof=1)) / third for part in (middle, last)))
