@@ -286,6 +286,18 @@ def test_an_empty_completion_is_a_turn(tmp_path: Path) -> None:
     assert table["completion_tokens/all"].to_list() == [3.0] * 3
 
 
+def test_a_trace_that_is_read_in_pieces_is_one(tmp_path: Path) -> None:
+    own = trace("t", [(4, 6), (1, 2)], [(3, 4)], reward=1.0)
+    spans = spans_of(tmp_path, (5, [episode("e", own, start=1, group="g")])).collect()
+    whole = ta.masking(spans)
+    assert kept(whole, "trace") == [0, 0, 0, 12]
+    for order in ([0, 1, 2], [2, 1, 0], [1, 2, 0]):
+        tally = TraceTally()
+        for row in order:
+            tally.add(spans[row])
+        assert_frame_equal(masking_of(tally), whole)
+
+
 def test_what_no_batch_took_is_left_out(tmp_path: Path) -> None:
     writer = StoreWriter(tmp_path)
     writer.append(
@@ -352,14 +364,14 @@ def test_thresholds_that_are_not_given(most: int, of_tokens: bool) -> None:
 
 def test_groups_of_traces(tmp_path: Path) -> None:
     records = [
-        episode("e1", trace("t1", [(4, 2)]), env="math"),
+        episode("e1", trace("t1", [(4, 2)]), group="g"),
         episode("e2", trace("t2", [(0, 5)]), env="code", start=0),
     ]
     del records[0]["env"]
     table = ta.masking(spans_of(tmp_path, (5, records)), max_age=[4, 0], by=["env"])
     assert table.select("env", "policy", "max_age", "kept_tokens", "groups").rows() == [
-        (env, policy, k, kept if k == 4 or env is None else 0, 0)
-        for env, kept in (("code", 5), (None, 2))
+        (env, policy, k, tokens if k == 4 or env is None else 0, groups)
+        for env, tokens, groups in (("code", 5, 0), (None, 2, 1))
         for policy in ("token", "trace", "episode")
         for k in (0, 4)
     ]

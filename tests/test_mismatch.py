@@ -24,7 +24,7 @@ from reference import Metrics, Stored, TokenRow
 from strategies import stored_records
 
 import traceage as ta
-from traceage.mismatch import COLUMNS, MismatchTally, resampled
+from traceage.mismatch import COLUMNS, MismatchTally, interval, resampled
 
 DATA = Path(__file__).parent.parent / "data"
 
@@ -481,6 +481,12 @@ def test_intervals_are_of_their_seed_and_confidence() -> None:
     for name in ("mean_log_ratio", "mismatch_kl"):
         low, high = row[f"{name}_low"], row[f"{name}_high"]
         assert low < sure[f"{name}_low"] < sure[f"{name}_high"] < high
+
+
+def test_an_interval_leaves_as_much_below_as_above() -> None:
+    samples = np.random.default_rng(0).permutation(201) / 2.0
+    for confidence, ends in ((0.9, (5, 95)), (0.95, (2.5, 97.5)), (0.5, (25, 75))):
+        assert interval(samples, confidence) == pytest.approx(ends)
 
 
 @pytest.mark.parametrize("episodes", [1_001, 2_500, 4_000])
