@@ -131,20 +131,22 @@ class TraceTally:
         self._ages.append(aged.group_by(":trace", "age").agg(pl.col("tokens").sum()))
 
     def traces(self) -> pl.DataFrame:
-        """A row a trace that has tokens.
+        """A row a trace that has tokens, in an order that only their ids decide.
 
         `:trace`, `:episode`, `:group` (keys; no group is null), `reward`, the groups as `by:...`,
         `tokens`, `turns`, `oldest` (the highest age; null without any), `staleness` (of its
         episode).
         """
         # A trace whose runs came in two batches is put together.
-        whole = pl.concat(self._traces).group_by(":trace", maintain_order=True)
+        whole = pl.concat(self._traces).group_by(":trace")
         names = [f"by:{name}" for name in self.by]
-        return whole.agg(
+        traces = whole.agg(
             pl.col(":episode", ":group", "reward", *names).first(),
             pl.col("tokens", "turns").sum(),
             pl.col("oldest", "staleness").max(),
-        ).filter(pl.col("tokens") > 0)
+        )
+        # In one order, so that the means over traces are the same to the last bit.
+        return traces.filter(pl.col("tokens") > 0).sort(":trace")
 
     def ages(self) -> pl.DataFrame:
         """`:trace`, `age`, `tokens`: the age counts of each trace."""
