@@ -3,11 +3,13 @@
     python benchmarks/run.py --bytes 3.4GB --dir /big/disk
     python benchmarks/run.py --bytes 1GB --layout store --dir /big/disk
     python benchmarks/run.py --bytes 3.4GB --layout growth --dir /big/disk
+    python benchmarks/run.py --bytes 340MB --layout report --dir /big/disk
 
 `steps` compares everyone on the per-step layout and checks that all give the same answer, `store`
-compares reading a sealed trace store with decompressing it, and `growth` shows what a tenth of the
-bytes takes. Dumps are made where they are not there yet. The files are read once before, so they
-come from memory; the runs are interleaved and the median is shown.
+compares reading a sealed trace store with decompressing it, `growth` shows what a tenth of the
+bytes takes, and `report` what a page costs beside the metrics alone. Dumps are made where they are
+not there yet. The files are read once before, so they come from memory; the runs are interleaved
+and the median is shown.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ INTERVAL = 0.03  # seconds between two looks at the memory
 class Run:
     """One command: its time, and the memory of it and its children at their peak."""
 
-    output: Any
+    output: Any  # what it printed: the value of JSON, else the text
     seconds: float
     cpu: float  # seconds of all processes, which a busy machine changes less
     peak: int  # resident bytes, pages shared by several processes counted in each
@@ -63,7 +65,14 @@ def run(command: list[str]) -> Run:
             raise RuntimeError(f"{' '.join(command)} ended with {process.returncode}:\n{text}")
         peak = max(memory.peak, usage.ru_maxrss * 1024)
         cpu = usage.ru_utime + usage.ru_stime
-        return Run(json.loads(out.read()), seconds, cpu, peak, memory.private)
+        return Run(_value(out.read().decode()), seconds, cpu, peak, memory.private)
+
+
+def _value(printed: str) -> Any:
+    try:
+        return json.loads(printed)
+    except ValueError:
+        return printed
 
 
 class _Memory(threading.Thread):
@@ -232,15 +241,28 @@ def growth(folder: Path, size: int, names: list[str], repeats: int) -> None:
     )
 
 
+def report(folder: Path, size: int, names: list[str], repeats: int) -> None:
+    path, holds = dump(folder, "steps", size)
+    page = folder / "report.html"
+    words = [sys.executable, "-m", "traceage", "report", str(path), "-o", str(page)]
+    runs = interleave({"metrics": command("traceage", path), "report": words}, repeats)
+    data = page.read_text().split('id="traceage-data">')[1].split("</script>")[0]
+    compare("report against metrics", json.loads(data)["metrics"], runs["metrics"][0].output)
+    print(_title("steps", holds))
+    print(table(runs, dict.fromkeys(runs, holds["bytes"]), "metrics"))
+    print(f"\nThe answers are equal; the page has {page.stat().st_size / 1e6:.2f} MB.\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--bytes", type=parse_bytes, default=parse_bytes("3.4GB"), metavar="SIZE")
-    parser.add_argument("--layout", choices=["steps", "store", "growth"], default="steps")
+    parser.add_argument("--layout", choices=["steps", "store", "growth", "report"], default="steps")
     parser.add_argument("--dir", type=Path, help="keep the dumps here (default: a temporary one)")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--only", nargs="+", choices=["traceage", *RIVALS], metavar="TOOL")
     args = parser.parse_args()
-    section = {"steps": steps, "store": store, "growth": growth}[args.layout]
+    sections = {"steps": steps, "store": store, "growth": growth, "report": report}
+    section = sections[args.layout]
     names = args.only or ["traceage", *RIVALS]
     with tempfile.TemporaryDirectory() as temporary:
         folder = args.dir or Path(temporary)
