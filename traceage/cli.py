@@ -11,7 +11,9 @@ import argparse
 import json
 import os
 import sys
+import threading
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from traceage import __version__
@@ -227,6 +229,10 @@ def _report(options: argparse.Namespace) -> int:
         runs = [options.source] if options.compare is None else [options.source, options.compare]
         _check_before_reading(options, runs)
         _start_workers(options)
+        import traceage.study  # noqa: F401
+
+        # Drawing needs modules that take as long to import as 200 MB of traces take to read.
+        threading.Thread(target=_import_matplotlib).start()
         studies, summaries = map(list, zip(*(_study(options, run) for run in runs), strict=True))
         metrics = studies[0].metrics
     from traceage.report import summary_table, write_report
@@ -236,6 +242,11 @@ def _report(options: argparse.Namespace) -> int:
         write_report(options.output, *studies, title="Token age by training step")
         _say(options, f"wrote {options.output}")
     return max(_close(options, summary) for summary in summaries)
+
+
+def _import_matplotlib() -> None:
+    for module in ("matplotlib.figure", "matplotlib.style", "matplotlib.backends.backend_svg"):
+        import_module(module)
 
 
 def _check_before_reading(
