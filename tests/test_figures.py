@@ -48,7 +48,7 @@ from traceage.figures import (
     masking_curves,
     mismatch_curve,
 )
-from traceage.figures.ages import age_row_edges, draw_staleness
+from traceage.figures.ages import age_row_edges, draw_heatmap, draw_staleness
 from traceage.figures.batches import bin_name, draw_by_index, draw_distribution, draw_timeline
 from traceage.figures.costs import NAMES, draw_masking, draw_mismatch
 from traceage.figures.style import DARK, LIGHT, Theme, css_variables, inline_svg
@@ -541,7 +541,20 @@ def test_hostile_labels_can_be_drawn() -> None:
 
 
 def svg(draw: Callable[[Theme], Figure], theme: Theme | None = None) -> str:
-    return inline_svg(draw, key="k", label=NASTY, theme=theme)
+    (drawn,) = inline_svg(draw, key="k", label=NASTY, themes=[theme] if theme else [])
+    return drawn
+
+
+def test_a_second_theme_is_laid_out_as_if_it_were_alone() -> None:
+    counts = pl.DataFrame({"step": [1, 2, 2], "age": [0, 0, 1], "tokens": [400, 300, 100]})
+
+    def draw(theme: Theme) -> Figure:
+        return draw_heatmap(counts, theme=theme)
+
+    light, dark = inline_svg(draw, key="k", label="x", themes=[LIGHT, DARK])
+    (alone,) = inline_svg(draw, key="k", label="x", themes=[DARK])
+    assert dark.replace("k-1-", "k-0-") == alone
+    assert light != alone
 
 
 def texts_of(drawn: str) -> list[str]:

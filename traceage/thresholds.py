@@ -94,34 +94,35 @@ def masking(
 
 def masking_of(tally: TraceTally, max_age: Sequence[int] | None = None) -> pl.DataFrame:
     """The table of `masking`."""
-    traces, ages = tally.traces(), tally.ages().lazy()
+    traces, ages = tally.traces(), tally.ages()
     names = [f"by:{name}" for name in tally.by]
     thresholds = thresholds_of(traces) if max_age is None else list(dict.fromkeys(max_age))
-    if not thresholds:
-        raise ValueError("max_age holds no threshold")
     tables = []
     for policy in POLICIES:
         for k in thresholds:
-            limited = traces.lazy()
             if policy == "token":
                 old = ages.filter(pl.col("age") > k).group_by(":trace")
                 masked = old.agg(pl.col("tokens").sum().alias("masked"))
-                limited = limited.join(masked, on=":trace", how="left")
+                limited = traces.join(masked, on=":trace", how="left", maintain_order="left")
                 kept = pl.col("tokens") - pl.col("masked").fill_null(0)
             else:
+                limited = traces
                 oldest = pl.col("oldest" if policy == "trace" else "staleness")
                 kept = pl.col("tokens") * (oldest <= k).fill_null(True)
             figures = _kept(limited.with_columns(kept.alias("kept")), names)
-            tables.append(
-                figures.select(
-                    *(pl.col(name).alias(name.removeprefix("by:")) for name in names),
-                    pl.lit(policy).alias("policy"),
-                    pl.lit(k, pl.Int32).alias("max_age"),
-                    pl.exclude(names),
-                )
+            said = figures.select(
+                *(pl.col(name).alias(name.removeprefix("by:")) for name in names),
+                pl.lit(policy).alias("policy"),
+                pl.lit(k, pl.Int32).alias("max_age"),
+                pl.exclude(names),
             )
-    order = pl.col("policy").cast(pl.Enum(POLICIES))
-    return pl.concat(pl.collect_all(tables)).sort(*tally.by, order, "max_age", nulls_last=True)
+            tables.append(said)
+    if not tables:
+        raise ValueError("max_age holds no threshold")
+    order = pl.Enum(POLICIES)
+    return pl.concat(tables).sort(
+        *tally.by, pl.col("policy").cast(order), "max_age", nulls_last=True
+    )
 
 
 def thresholds_of(traces: pl.DataFrame) -> list[int]:
@@ -131,7 +132,7 @@ def thresholds_of(traces: pl.DataFrame) -> list[int]:
     return sorted({*range(0, most + 1, every), most})
 
 
-def _kept(traces: pl.LazyFrame, names: list[str]) -> pl.LazyFrame:
+def _kept(traces: pl.DataFrame, names: list[str]) -> pl.DataFrame:
     """What is left of each group of traces, of which `kept` tokens each are."""
     groups = (
         traces.drop_nulls(":group")
@@ -170,7 +171,7 @@ def _kept(traces: pl.LazyFrame, names: list[str]) -> pl.LazyFrame:
             groups.group_by(names).agg(of_groups), on=names, how="left", nulls_equal=True
         ).with_columns(pl.col("groups", "lost_groups", "small_groups").fill_null(0))
     else:
-        table = pl.concat([traces.select(of_traces), groups.select(of_groups)], how="horizontal")
+        table = traces.select(of_traces).hstack(groups.select(of_groups))
     share_kept = pl.when(pl.col("tokens") > 0).then(pl.col("kept_tokens") / pl.col("tokens"))
     return table.select(
         *names,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import html
 import io
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -80,35 +80,56 @@ DARK = Theme(
 
 
 def inline_svg(
-    draw: Callable[[Theme], Figure], *, key: str, label: str, theme: Theme | None = None
-) -> str:
-    """A figure as an `<svg>` element to stand in an HTML page; equal input gives equal bytes.
+    draw: Callable[[Theme], Figure], *, key: str, label: str, themes: Sequence[Theme] = ()
+) -> list[str]:
+    """A figure as `<svg>` elements to stand in an HTML page; equal input gives equal bytes.
 
-    `draw` makes the figure in the colours of a theme. Without `theme` the colours are variables of
-    the page's style sheet (`css_variables`), and one drawing serves light and dark; a figure that
-    holds an image needs one drawing for each. `label` is the text alternative. `key` keeps the ids
-    of several figures on one page apart. Text stays text, in the font of the page. The element
-    names no address, not even a namespace's: inside HTML it needs none.
+    `draw` makes the figure in the colours of a theme. Without `themes` there is one element, whose
+    colours are variables of the page's style sheet (`css_variables`), and it serves light and dark;
+    a figure that holds an image needs one for each theme. `label` is the text alternative. `key`
+    keeps the ids of several figures on one page apart. Text stays text, in the font of the page.
+    The elements name no address, not even a namespace's: inside HTML they need none.
     """
     import matplotlib
     import matplotlib.style
 
-    buffer = io.StringIO()
     # A style the caller has set must not leak into the page.
     with matplotlib.style.context("default"), matplotlib.rc_context(_SVG_SETTINGS):
-        draw(theme or LIGHT).savefig(
-            buffer,
-            format="svg",
-            transparent=True,
-            metadata={"Date": None, "Creator": None, "Format": None, "Type": None},
-        )
+        first = draw(themes[0] if themes else LIGHT)
+        drawn = [_svg(first)]
+        for theme in themes[1:]:
+            other = draw(theme)
+            # To lay a figure out takes as long as to draw it, and only its colours are others.
+            other.set_layout_engine("none")
+            for axes, laid_out in zip(other.axes, first.axes, strict=True):
+                axes.set_position(laid_out.get_position(original=True))
+            drawn.append(_svg(other))
+    variables = {} if themes else {colour: name for name, colour in _colours(LIGHT).items()}
+    return [
+        _element(svg, f"{key}-{k}" if themes else key, label, variables)
+        for k, svg in enumerate(drawn)
+    ]
+
+
+def _svg(figure: Figure) -> str:
+    """What matplotlib writes, from `<svg` on."""
+    buffer = io.StringIO()
+    figure.savefig(
+        buffer,
+        format="svg",
+        transparent=True,
+        metadata={"Date": None, "Creator": None, "Format": None, "Type": None},
+    )
     svg = buffer.getvalue()
-    svg = svg[svg.index("<svg") :].strip()
+    return svg[svg.index("<svg") :].strip()
+
+
+def _element(svg: str, key: str, label: str, variables: Mapping[str, str]) -> str:
+    """An `<svg>` element that can stand beside others in a page; `variables` names colours."""
     head, body = svg.split(">", 1)
     box = re.search(r'viewBox="[^"]*"', head)
     assert box is not None
     used = set(re.findall(r'(?:url\(#|href="#)([^")]+)', body))
-    variables = {} if theme else {colour: name for name, colour in _colours(LIGHT).items()}
 
     def colour(found: re.Match[str]) -> str:
         return f"var(--{variables[found[0]]})" if found[0] in variables else found[0]

@@ -458,13 +458,13 @@ def _figure(
 ) -> str:
     """A figure in the colours of the page; with an `image`, in both colour schemes."""
     if image:
+        both = inline_svg(draw, key=key, label=label, themes=[LIGHT, DARK])
         drawn = [
-            f'<div class="{name}">{inline_svg(draw, theme=theme, key=f"{key}-{name}", label=label)}'
-            "</div>"
-            for name, theme in (("light", LIGHT), ("dark", DARK))
+            f'<div class="{name}">{svg}</div>'
+            for name, svg in zip(("light", "dark"), both, strict=True)
         ]
     else:
-        drawn = [inline_svg(draw, key=key, label=label)]
+        drawn = inline_svg(draw, key=key, label=label)
     return "\n".join(["<figure>", *drawn, f"<figcaption>{caption}</figcaption>", "</figure>"])
 
 
