@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from traceage import __version__
 from traceage.capture.cli import add_parser as add_capture
 from traceage.errors import ReadSummary, TraceError
-from traceage.output import replacing
+from traceage.output import check_target, replacing
 
 if TYPE_CHECKING:
     import polars as pl
@@ -258,11 +258,7 @@ def _check_before_reading(
     for run in runs:
         find_files(run, options.subset)
     if options.output is not None:
-        folder = os.path.dirname(os.path.realpath(options.output))
-        if not os.path.isdir(folder):
-            raise FileNotFoundError(f"cannot write to {options.output}: no directory {folder}")
-        if os.path.isdir(options.output):
-            raise IsADirectoryError(f"cannot write to {options.output}: it is a directory")
+        check_target(options.output)
 
 
 def _study(options: argparse.Namespace, source: str | list[str]) -> tuple[Study, ReadSummary]:

@@ -111,6 +111,14 @@ def tokens(weighting: Weighting) -> pl.Expr:
     return (length * pl.col("branches") if weighting == "branches" else length).alias("tokens")
 
 
+def starts_completion() -> pl.Expr:
+    """Whether a row of the spans table is the one that starts a completion: Boolean.
+
+    Runs tile a completion, so exactly one of them does.
+    """
+    return (pl.col("start") == 0) & pl.col("node").is_not_null()
+
+
 def read_batches(
     spans: pl.LazyFrame | pl.DataFrame, columns: Sequence[str], weighting: Weighting
 ) -> Iterator[pl.DataFrame]:

@@ -21,6 +21,7 @@ from traceage.counts import (
     age_figures,
     merge_counts,
     read_batches,
+    starts_completion,
     tokens,
 )
 from traceage.errors import TraceError
@@ -201,8 +202,7 @@ class Tally:
         amount = pl.col("tokens")
         default = pl.col("label") == DEFAULT_LABEL
         labelled = pl.col("version").is_not_null()
-        # Runs tile a completion, so exactly one of them starts it.
-        first = (pl.col("start") == 0) & pl.col("node").is_not_null()
+        first = starts_completion()
         node = pl.col("branches") if self.weighting == "branches" else pl.lit(1)
         zero = pl.lit(0)
         batch = batch.with_columns(

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import polars as pl
 
 from traceage.ages import age
-from traceage.counts import age_figures, read_batches, tokens
+from traceage.counts import age_figures, read_batches, starts_completion, tokens
 from traceage.schema import COUNT
 
 OF_TRACE = ("step", "training_version", "kind", "subset", "env", "agent", "trainable", "file")
@@ -105,10 +105,7 @@ class TraceTally:
             pl.when(pl.col("group_id").is_not_null())
             .then(pl.struct("step", "group_id").hash(0))
             .alias(":group"),
-            (pl.col("start") == 0)
-            .fill_null(False)
-            .and_(pl.col("node").is_not_null())
-            .alias("first"),
+            starts_completion().alias("first"),
             tokens("nodes"),
             age(),
             pl.when("has_run")

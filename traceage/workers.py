@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import BrokenExecutor, Future
 from importlib import import_module
 from itertools import islice
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -80,45 +80,35 @@ def _import(module: str) -> None:
     import_module(module)
 
 
-class _Running(NamedTuple):
-    """The worker processes of this process, kept for the next reading."""
-
-    process: int
-    """Which process started them: not the one that it is in, after a fork."""
-    workers: int
-    executor: Any
-
-
 _lock = threading.Lock()
-_running: _Running | None = None
+_executors: dict[tuple[int, int], Any] = {}
+"""By the process that started them (after a fork, that is another one) and how many workers."""
 
 
 def _executor(workers: int) -> Any:
     # loky keeps one executor a thread, and polars reads in a thread of its own: that would be new
     # processes for each reading.
-    global _running
+    key = os.getpid(), workers
     with _lock:
-        if _running is None or (_running.process, _running.workers) != (os.getpid(), workers):
+        if key not in _executors:
             from loky import ProcessPoolExecutor
 
             # They count and decode; threads for linear algebra would only take time to start.
             environment = {"OPENBLAS_NUM_THREADS": "1"}
-            executor = ProcessPoolExecutor(workers, timeout=60, env=environment)
-            if _running is None:
-                atexit.register(_stop)
-            _running = _Running(os.getpid(), workers, executor)
-        return _running.executor
+            _executors[key] = ProcessPoolExecutor(workers, timeout=60, env=environment)
+        return _executors[key]
 
 
+@atexit.register
 def _stop() -> None:
     """End the worker processes, at the end of this one; they have nothing left to do."""
-    if _running is not None and _running.process == os.getpid():
-        _running.executor.shutdown(kill_workers=True)
+    for (process, _), executor in _executors.items():
+        if process == os.getpid():
+            executor.shutdown(kill_workers=True)
 
 
 def _forget(executor: Any) -> None:
     """Do not use these processes again."""
-    global _running
     with _lock:
-        if _running is not None and _running.executor is executor:
-            _running = None
+        for key in [key for key, known in _executors.items() if known is executor]:
+            del _executors[key]

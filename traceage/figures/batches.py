@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import polars as pl
 
 from traceage.ages import age
+from traceage.counts import age_figures, merge_counts
 from traceage.figures.ages import age_range, age_row_edges
 from traceage.figures.style import (
     LIGHT,
     UNDER,
     Theme,
     legend,
-    new_figure,
+    one_panel,
     percent,
     require,
     say,
     signed,
-    style_axes,
     title,
     value_range,
 )
@@ -30,6 +29,8 @@ from traceage.spans import DEFAULT_LABEL
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+__all__ = ["age_by_index", "age_distribution", "batch_timeline"]
 
 MOST_TRACES, MOST_RUNS = 64, 4000
 """What a timeline shows."""
@@ -77,7 +78,7 @@ def draw_distribution(
     tokens = ages["tokens"].to_numpy()
     shares = np.bincount(bar, tokens, len(edges) - 1) / tokens.sum()
 
-    figure, ax = _one_panel(ax, theme, height=2.6)
+    figure, ax = one_panel(ax, theme, height=2.6)
     fault = [edge < 0 for edge in edges[:-1]]
     ax.bar(
         range(len(shares)),
@@ -139,7 +140,6 @@ def draw_timeline(spans: pl.DataFrame, *, ax: Axes | None = None, theme: Theme =
     """`batch_timeline` with the colours of `theme`."""
     from matplotlib.collections import PolyCollection
     from matplotlib.patches import Patch
-    from matplotlib.ticker import MaxNLocator
 
     columns = ("step", "training_version", "episode_id", "trace_id", "node", "start", "length")
     require(spans, *columns, "label", "version")
@@ -148,12 +148,7 @@ def draw_timeline(spans: pl.DataFrame, *, ax: Axes | None = None, theme: Theme =
         raise ValueError("spans of several steps: a timeline is of one batch")
     runs, every, traces = _rows_of(runs)
     rows = int(runs["row"].n_unique())
-    if ax is None:
-        ax_ = None
-        height = min(6.0, 1.2 + 0.11 * max(rows, 6))
-    else:
-        ax_, height = ax, 0.0
-    figure, ax = _one_panel(ax_, theme, height=height)
+    figure, ax = one_panel(ax, theme, height=min(6.0, 1.2 + 0.11 * max(rows, 6)))
     step = runs["step"].item(0) if runs.height else None
     shown = f"{rows} of its {traces:,} traces" if every > 1 else f"its {traces:,} traces"
     title(ax, theme, f"Batch {step}: who sampled the tokens of {shown}", pad=UNDER)
@@ -199,7 +194,6 @@ def draw_timeline(spans: pl.DataFrame, *, ax: Axes | None = None, theme: Theme =
         handles.append(Patch(label=name, **{"lw": 0, **style}))
     ax.set_xlim(0, runs.select(pl.col("right").max()).item())
     ax.set_ylim(rows - 0.5, -0.5)
-    ax.yaxis.set_major_locator(MaxNLocator(8, integer=True))
     ax.set_yticks([])
     legend(ax, theme, "under the title", handles)
     return figure
@@ -258,19 +252,21 @@ def draw_by_index(counts: pl.DataFrame, *, ax: Axes | None = None, theme: Theme 
     from matplotlib.ticker import MaxNLocator
 
     require(counts, "index_bin", "age", "tokens")
-    figure, ax = _one_panel(ax, theme, height=2.6)
+    figure, ax = one_panel(ax, theme, height=2.6)
     title(ax, theme, "Token age by place in the completion")
     ax.set_xlabel("place in the completion (tokens)")
     ax.set_ylabel("age (policy versions)")
-    bins = _figures_of_bins(counts)
+    ages = merge_counts(counts.select("index_bin", "age", "tokens"))
+    bins = age_figures(ages, ["index_bin"]).sort("index_bin")
+    mean, p50, p95 = (bins[f"off_policy/token/{figure}"] for figure in ("mean", "p50", "p95"))
     if bins.is_empty():
         say(ax, theme, "no token with an age")
         return figure
     edges = np.arange(bins.height + 1) - 0.5
     ax.stairs(
-        bins["p95"].to_numpy(),
+        p95.to_numpy(),
         edges,
-        baseline=bins["p50"].to_numpy(),
+        baseline=p50.to_numpy(),
         fill=True,
         color=theme.age_band,
         lw=1,
@@ -278,13 +274,13 @@ def draw_by_index(counts: pl.DataFrame, *, ax: Axes | None = None, theme: Theme 
         zorder=2,
     )
     ax.plot(
-        range(bins.height), bins["mean"], color=theme.age, marker="o", ms=4, lw=1.8, label="mean",
+        range(bins.height), mean, color=theme.age, marker="o", ms=4, lw=1.8, label="mean",
         zorder=3,
     )  # fmt: skip
     names = [bin_name(first) for first in bins["index_bin"]]
     every = -(-len(names) // 9)
     ax.set_xticks(range(0, len(names), every), names[::every])
-    span = value_range(pl.concat([bins[q].cast(pl.Float64) for q in ("mean", "p50", "p95")]))
+    span = value_range(pl.concat([figure.cast(pl.Float64) for figure in (mean, p50, p95)]))
     assert span is not None
     if span[0] < 0:
         ax.axhline(0, color=theme.fault, lw=1.1, ls=(0, (4, 2)), label="below: labelling fault")
@@ -292,17 +288,6 @@ def draw_by_index(counts: pl.DataFrame, *, ax: Axes | None = None, theme: Theme 
     ax.yaxis.set_major_locator(MaxNLocator(6, integer=True))
     legend(ax, theme)
     return figure
-
-
-def _figures_of_bins(counts: pl.DataFrame) -> pl.DataFrame:
-    """Mean and quantiles of the ages of each bin."""
-    ages = counts.group_by("index_bin", "age").agg(pl.col("tokens").sum()).sort("index_bin", "age")
-    below, weight = pl.col("tokens").cum_sum() * 100, pl.col("tokens")
-    return ages.group_by("index_bin", maintain_order=True).agg(
-        mean=(pl.col("age") * weight).sum() / weight.sum(),
-        p50=pl.col("age").filter(below >= weight.sum() * 50).min(),
-        p95=pl.col("age").filter(below >= weight.sum() * 95).min(),
-    )
 
 
 def bin_name(first: int) -> str:
@@ -317,17 +302,3 @@ def bin_name(first: int) -> str:
         return f"{number // 1024}k" if number >= 1024 and number % 1024 == 0 else f"{number}"
 
     return f"{short(first)}\u2013{short(last + 1) if last > 1024 else last}"
-
-
-def _one_panel(ax: Axes | None, theme: Theme, height: float) -> tuple[Figure, Axes]:
-    if ax is None:
-        ax = new_figure(theme, height=height).add_subplot()
-    style_axes(ax, theme)
-    ax.grid(axis="y", color=theme.rule, lw=0.7)
-    ax.set_axisbelow(True)
-    figure = ax.get_figure(root=True)
-    assert figure is not None
-    return figure, ax
-
-
-__all__: Sequence[str] = ["age_by_index", "age_distribution", "batch_timeline"]

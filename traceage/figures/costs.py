@@ -13,6 +13,7 @@ from traceage.figures.style import (
     Theme,
     legend,
     new_figure,
+    one_panel,
     percent,
     require,
     say,
@@ -56,12 +57,7 @@ def draw_mismatch(table: pl.DataFrame, *, ax: Axes | None = None, theme: Theme =
     rows = table.filter(pl.col("age").is_not_null(), pl.col("tokens") > 0).sort("age")
     if rows["age"].is_duplicated().any():
         raise ValueError("more than one row an age: draw one group at a time")
-    if ax is None:
-        ax = new_figure(theme, height=2.9).add_subplot()
-    figure = ax.get_figure(root=True)
-    assert figure is not None
-    style_axes(ax, theme)
-    ax.grid(axis="y", color=theme.rule, lw=0.7)
+    figure, ax = one_panel(ax, theme, height=2.9)
     title(ax, theme, "Mismatch KL by token age")
     ax.set_xlabel("age (policy versions); below it, the share of the tokens")
     ax.set_ylabel("mismatch KL (nats a token)")

@@ -226,6 +226,18 @@ def style_axes(ax: Axes, theme: Theme) -> None:
     ax.yaxis.label.set(color=theme.ink, fontsize=8.5)
 
 
+def one_panel(ax: Axes | None, theme: Theme, height: float) -> tuple[Figure, Axes]:
+    """`ax` and its figure, or new ones of `height` inches, with the lines of a value axis."""
+    if ax is None:
+        ax = new_figure(theme, height=height).add_subplot()
+    style_axes(ax, theme)
+    ax.grid(axis="y", color=theme.rule, lw=0.7)
+    ax.set_axisbelow(True)
+    figure = ax.get_figure(root=True)
+    assert figure is not None
+    return figure, ax
+
+
 def title(ax: Axes, theme: Theme, text: str, pad: float = 6) -> None:
     # At a height of its own: to find one above all ticks would cost a sixth of the drawing.
     ax.set_title(text, loc="left", y=1.0, fontsize=9, color=theme.ink, fontweight="bold", pad=pad)
